@@ -1,0 +1,135 @@
+"""``packer-service``: the commands. Each only fills in ``Settings`` and calls what does the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from packer_service import __version__
+from packer_service.config import PACKER_SETTINGS, Settings, environment_name
+from packer_service.errors import PackerError
+
+app = typer.Typer(
+    help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each of the settings ``names``; it receives those that were given as ``given``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        fields = {f.name: f for f in dataclasses.fields(Settings)}
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
+        options = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    str | None,
+                    typer.Option(
+                        f"--{name.replace('_', '-')}",
+                        help=f"{fields[name].metadata['text']} (default {fields[name].default!r},"
+                        f" environment {environment_name(name)})",
+                    ),
+                ],
+            )
+            for name in names
+        ]
+
+        def wrapper(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in names}
+            command(given={name: value for name, value in given.items() if value is not None}, **arguments)
+
+        wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+        wrapper.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        return wrapper
+
+    return decorate
+
+
+@app.command()
+@_with_settings(PACKER_SETTINGS)
+def serve(
+    given: dict[str, str],
+    managed: Annotated[bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")] = False,
+    ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
+) -> None:
+    """Run a packer on one device until it is told to stop."""
+    from packer_service.server import Server
+
+    try:
+        settings = Settings.load(given)
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
+        )
+        server = Server(settings, settings.read_key(), managed=managed)
+    except (PackerError, OSError, MemoryError) as error:
+        _report(ready_fd, error=str(error))
+        raise SystemExit(f"packer-service serve: {error}") from error
+    signal.signal(signal.SIGTERM, lambda *_: server.stop("SIGTERM"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN if managed else lambda *_: server.stop("SIGINT"))
+    server.start()
+    _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
+    reason = server.wait()
+    logging.getLogger(__name__).info("packer stops: %s", reason)
+    server.close()
+    if managed:
+        _remove_run_directory(settings)
+
+
+def _report(ready_fd: int, **fields: object) -> None:
+    if ready_fd >= 0:
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps(fields) + "\n")
+
+
+def _remove_run_directory(settings: Settings) -> None:
+    """A managed packer outlives a killed engine, so it is the one that clears what the engine made for it."""
+    for path in (settings.socket, settings.key_file):
+        if os.path.exists(path):
+            os.unlink(path)
+    try:
+        os.rmdir(os.path.dirname(settings.socket))
+    except OSError:  # another packer of the same engine still uses it, or the engine removed it
+        pass
+
+
+@app.command()
+@_with_settings(["arena_max_bytes", "pool_bytes", "pool_max_bytes", "event"])
+def demo(
+    given: dict[str, str],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
+    requests: Annotated[int, typer.Option(min=1, help="requests for each row of the table")] = 16,
+) -> None:
+    """Serve synthetic images and videos through the whole path, check every byte, and show what it costs."""
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
+    environ = {**os.environ, **{environment_name(name): value for name, value in given.items()}}
+    command = [sys.executable, "-m", "worker_shim.demo", "--requests", str(requests), *(["--json"] if as_json else [])]
+    raise SystemExit(subprocess.run(command, env=environ, check=False).returncode)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    app()

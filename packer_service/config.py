@@ -1,0 +1,201 @@
+"""Every setting, once: its default, unit, bounds, environment name and what it is for.
+
+A value comes from, in this order: the command line or ``additional_config={"packer": {...}}``, the environment
+(``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packer_service.errors import SettingError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# what a packer process reads; the rest is the executor's
+PACKER_SETTINGS = (
+    "socket",
+    "key_file",
+    "device",
+    "pool_bytes",
+    "pool_max_bytes",
+    "pool_step_bytes",
+    "wait_s",
+    "exit_after_s",
+    "handshake_timeout_s",
+    "max_sessions",
+    "allowed_uids",
+    "log_level",
+)
+
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "k": KIB, "m": MIB, "g": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _setting(default: Any, text: str, **bounds: Any) -> Any:
+    """One setting. ``bounds``: ``choices``, or ``least`` and ``most``; ``kind`` where the default does not tell."""
+    return field(default=default, metadata={"text": text, **bounds})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings, checked. Build with ``Settings.load``."""
+
+    # -- the executor's --
+    mode: str = _setting(
+        "managed", "who starts the packer: the executor, or somebody else", choices=("managed", "sidecar")
+    )
+    fallback: str = _setting(
+        "own", "with no packer to be had: vllm-omni's own path, or refuse to start", choices=("own", "fail")
+    )
+    event: str = _setting(
+        "timeline", "what marks an output complete: a counter page, or a CUDA IPC event", choices=("timeline", "ipc")
+    )
+    arena_max_bytes: int = _setting(
+        4 * GIB, "device memory that one worker may stage outputs in", kind="bytes", least=2 * MIB
+    )
+    arena_step_bytes: int = _setting(256 * MIB, "how much the arena grows at least, at a time", kind="bytes", least=2 * MIB)
+    overflow_max_bytes: int = _setting(
+        2 * GIB, "outputs that may wait beside a full arena, as clones in torch's own memory", kind="bytes", least=0
+    )
+    wait_s: float = _setting(
+        2.0, "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path", least=0.0, most=600.0
+    )
+    start_timeout_s: float = _setting(30.0, "how long a packer may take to start, or to be reached", least=0.1, most=600.0)
+    # -- where they meet --
+    socket: str = _setting(
+        "", "the packer's socket; for a sidecar the sockets of all its GPUs, separated by commas", kind="text"
+    )
+    key_file: str = _setting("", "a file with the secret that packer, engine and workers share", kind="text")
+    # -- the packer's --
+    device: str = _setting("cuda:0", "the device a packer copies from: cuda:N, or host", kind="text")
+    pool_bytes: int = _setting(GIB, "pinned host memory that is ready when the packer is", kind="bytes", least=2 * MIB)
+    pool_max_bytes: int = _setting(
+        0,
+        "pinned host memory at most; 0: the smaller of 16 GiB and a quarter of the memory limit",
+        kind="bytes",
+        least=0,
+    )
+    pool_step_bytes: int = _setting(256 * MIB, "how much the pool grows at least, at a time", kind="bytes", least=2 * MIB)
+    exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
+    handshake_timeout_s: float = _setting(5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0)
+    max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
+    allowed_uids: str = _setting(
+        "", "uids that may connect beside the packer's own, separated by commas", kind="text"
+    )
+    log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if self.pool_max_bytes == 0:
+            limit = memory_limit()
+            object.__setattr__(self, "pool_max_bytes", max(min(16 * GIB, limit // 4) & -(2 * MIB), 2 * MIB))
+        if self.pool_bytes > self.pool_max_bytes:
+            object.__setattr__(self, "pool_bytes", self.pool_max_bytes)
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings in force. SettingError names the setting, the value and what is allowed."""
+        environ = os.environ if environ is None else environ
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, spec in fields.items():
+            text = environ.get(environment_name(name))
+            if text is not None:
+                values[name] = _parse(spec, text, environment_name(name))
+        for name, value in (given or {}).items():
+            if name not in fields:
+                close = difflib.get_close_matches(str(name), fields, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(fields)}"
+                raise SettingError(f"{name!r} is no setting of the packer{hint}")
+            values[name] = _parse(fields[name], value, name)
+        return cls(**values)
+
+    def sockets(self) -> list[str]:
+        return [path.strip() for path in self.socket.split(",") if path.strip()]
+
+    def uids(self) -> frozenset[int]:
+        """The uids that may connect: this process's own, and ``allowed_uids``."""
+        listed = [uid.strip() for uid in self.allowed_uids.split(",") if uid.strip()]
+        if any(not uid.isdecimal() for uid in listed):
+            raise SettingError(f"allowed_uids is {self.allowed_uids!r}; allowed are numbers, separated by commas")
+        return frozenset({os.geteuid(), *map(int, listed)})
+
+    def read_key(self) -> bytes:
+        """The secret in ``key_file``: at least 16 bytes, and nobody else may read the file."""
+        if not self.key_file:
+            raise SettingError("key_file is not set: it names the file with the secret that packer and workers share")
+        try:
+            mode = os.stat(self.key_file).st_mode
+            key = Path(self.key_file).read_bytes().strip()
+        except OSError as error:
+            raise SettingError(f"key_file is {self.key_file!r}, which cannot be read: {error.strerror}") from error
+        if mode & 0o007:
+            raise SettingError(f"key_file {self.key_file!r} is open to everybody: chmod 640 it")
+        if len(key) < 16:
+            raise SettingError(f"key_file {self.key_file!r} holds {len(key)} bytes; at least 16 are needed")
+        return key
+
+
+def environment_name(setting: str) -> str:
+    return f"PACKER_{setting.upper()}"
+
+
+def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
+    """``value`` as the setting's type, within its bounds."""
+    choices, least, most = (spec.metadata.get(key) for key in ("choices", "least", "most"))
+    default = spec.default
+    if choices is not None or isinstance(default, str):
+        allowed = " or ".join(map(repr, choices)) if choices else "text"
+        if not isinstance(value, str) or (choices and value not in choices):
+            raise SettingError(f"{source} is {value!r}; allowed is {allowed}")
+        return value
+    bounds = f"a number from {least}" + (f" to {most}" if most is not None else "")
+    if spec.metadata.get("kind") == "bytes":
+        bounds = f"a size of at least {least} bytes, such as 268435456, '256MiB' or '1GiB'"
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        if spec.metadata.get("kind") == "bytes" and isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+            if match is None or match[2] not in _UNITS:
+                raise ValueError
+            number: float = int(float(match[1]) * _UNITS[match[2]])
+        else:
+            number = type(default)(value)
+            if isinstance(default, int) and float(value) != number:
+                raise ValueError
+        if not (least <= number and (most is None or number <= most)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise SettingError(f"{source} is {value!r}; allowed is {bounds}") from None
+    return number
+
+
+def memory_limit() -> int:
+    """Bytes this process may use: its cgroup's limit (v2, then v1), else the machine's memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        groups = []
+    for line in groups:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            directory, name = Path("/sys/fs/cgroup" + path), "memory.max"
+        elif "memory" in controllers.split(","):
+            directory, name = Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in (directory, *directory.parents):  # a parent's limit binds too
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdecimal():
+                limits.append(int(text))
+    return min(limits)

@@ -1,0 +1,88 @@
+"""What a packer needs of a device. Sessions know this protocol and nothing below it.
+
+Memory is named by plain addresses; who owns it is said where it is made. Every method may raise DeviceError.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from packer_service.memory import SharedMemory
+
+
+class Arena(Protocol):
+    """One chunk of a worker's arena, imported. Ours to close; the memory stays the worker's."""
+
+    nbytes: int
+
+    def close(self) -> None: ...
+
+
+class Timeline(Protocol):
+    """The worker's counter page, mapped here. The page outlives either process as long as the other maps it."""
+
+    def value(self) -> int:
+        """What the worker's device has written so far, read by the CPU."""
+        ...
+
+    def force(self, value: int) -> None:
+        """Write ``value`` in the worker's stead, to release a wait it can no longer meet."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Marker(Protocol):
+    """The end of what was submitted to a stream when it was recorded."""
+
+    def synchronize(self) -> None:
+        """Block, without burning a core, until the stream has passed the marker."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in order, beside other streams. Submitting never waits for the work."""
+
+    def wait_timeline(self, timeline: Timeline, value: int) -> None: ...
+
+    def wait_event(self, handle: bytes) -> None:
+        """Wait for the worker's interprocess event behind ``handle`` as it was last recorded."""
+        ...
+
+    def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
+        """Copy ``nbytes`` at ``offset`` of ``arena`` to registered host memory at ``address``."""
+        ...
+
+    def record(self) -> Marker: ...
+
+    def close(self) -> None: ...
+
+
+class Device(Protocol):
+    """One device of this process."""
+
+    kind: str
+    uuid: str
+    name: str
+
+    def bind_thread(self) -> None:
+        """Call once on every thread that uses the device."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make host memory a target of fast copies. ``unregister`` undoes it."""
+        ...
+
+    def unregister(self, address: int, nbytes: int) -> None: ...
+
+    def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> Arena:
+        """Import a worker's chunk and check that it really holds ``nbytes``. Takes the descriptors out of ``fds`` it keeps."""
+        ...
+
+    def open_timeline(self, page: SharedMemory) -> Timeline:
+        """Take over a mapped counter page."""
+        ...
+
+    def open_stream(self) -> Stream: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,227 @@
+"""CUDA through the driver API: no torch, no runtime library; about 130 MB resident, most of it the driver's own.
+
+Note [Waiting without burning a core or a connection]
+The context is made with blocking synchronization: a thread that waits for a copy sleeps in the kernel. And the process
+takes 32 hardware connections instead of 8 before the driver is initialized: a stream stalled in a timeline wait occupies
+its connection, and with the default sixteen stalled workers would stop every other stream of the process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import os
+import threading
+from typing import Any
+
+from packer_service.devices.base import Arena, Timeline
+from packer_service.errors import DeviceError
+from packer_service.memory import SharedMemory
+
+REGISTER_BYTES = 64 << 20  # one registration; larger ones delay copies that run beside them
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_MAX_CONNECTIONS = "32"
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # no GPU stack here; CudaDevice says so
+    driver = None
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """One driver call: its result (None, one value or a tuple). DeviceError with the driver's own name for what went wrong."""
+    status, *results = function(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"{function.__name__} answered {status.name} ({int(status)})")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def handle_bytes(handle: Any) -> bytes:
+    """The 64 bytes of an IPC memory or event handle."""
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def handle_from(kind: Any, data: bytes) -> Any:
+    """The IPC handle (``driver.CUipcMemHandle`` or ``CUipcEventHandle``) that ``data`` carries."""
+    if len(data) != HANDLE_BYTES:
+        raise DeviceError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(data)}")
+    handle = kind()
+    ctypes.memmove(handle.getPtr(), data, HANDLE_BYTES)
+    return handle
+
+
+def device_uuid(device: Any) -> str:
+    """The GPU's UUID as nvidia-smi prints it; the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+    digits = ctypes.string_at(call(driver.cuDeviceGetUuid, device).getPtr(), 16).hex()
+    return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+class CudaArena:
+    """A worker's chunk behind its IPC handle. The import keeps the memory alive even when the worker is gone."""
+
+    def __init__(self, handle: bytes, nbytes: int) -> None:
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self.pointer = int(call(driver.cuIpcOpenMemHandle, handle_from(driver.CUipcMemHandle, handle), flags))
+        self.nbytes = nbytes
+        try:
+            _, allocated = call(driver.cuMemGetAddressRange, self.pointer)
+            if int(allocated) < nbytes:
+                raise DeviceError(f"a chunk announced as {nbytes} bytes has {int(allocated)}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.pointer:
+            pointer, self.pointer = self.pointer, 0
+            call(driver.cuIpcCloseMemHandle, pointer)
+
+
+class CudaTimeline:
+    """A counter in a page that both processes have registered: the worker's stream writes it, ours waits for it."""
+
+    def __init__(self, page: SharedMemory) -> None:
+        self._page = page
+        try:
+            call(driver.cuMemHostRegister, page.address, page.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+            self.pointer = int(call(driver.cuMemHostGetDevicePointer, page.address, 0))
+        except BaseException:
+            page.close()
+            raise
+
+    def value(self) -> int:
+        return int.from_bytes(self._page.buffer[:8], "little")
+
+    def force(self, value: int) -> None:
+        self._page.buffer[:8] = value.to_bytes(8, "little")
+
+    def close(self) -> None:
+        call(driver.cuMemHostUnregister, self._page.address)
+        self._page.close()
+
+
+class CudaMarker:
+    """A CUDA event whose waiter sleeps."""
+
+    def __init__(self, stream: Any) -> None:
+        flags = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC | driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._event = call(driver.cuEventCreate, flags)
+        call(driver.cuEventRecord, self._event, stream)
+
+    def synchronize(self) -> None:
+        try:
+            call(driver.cuEventSynchronize, self._event)
+        finally:
+            driver.cuEventDestroy(self._event)
+
+
+class CudaStream:
+    """A non-blocking stream. Copies are cut where the registrations of host memory end (see ``CudaDevice.register``)."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._events: dict[bytes, Any] = {}
+
+    def wait_timeline(self, timeline: Timeline, value: int) -> None:
+        assert isinstance(timeline, CudaTimeline)
+        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, flags)
+
+    def wait_event(self, handle: bytes) -> None:
+        event = self._events.get(handle)
+        if event is None:
+            event = call(driver.cuIpcOpenEventHandle, handle_from(driver.CUipcEventHandle, handle))
+            self._events[handle] = event
+        call(driver.cuStreamWaitEvent, self._stream, event, 0)
+
+    def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
+        assert isinstance(arena, CudaArena)
+        source, end = arena.pointer + offset, address + nbytes
+        while address < end:
+            part = min(end, self._device.registration_end(address)) - address
+            call(driver.cuMemcpyDtoHAsync, address, source, part, self._stream)
+            address, source = address + part, source + part
+
+    def record(self) -> CudaMarker:
+        return CudaMarker(self._stream)
+
+    def close(self) -> None:
+        for event in self._events.values():
+            driver.cuEventDestroy(event)
+        self._events.clear()
+        call(driver.cuStreamDestroy, self._stream)
+
+
+class CudaDevice:
+    """One GPU and this process's primary context on it."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        if driver is None:
+            raise DeviceError("cuda-bindings is not installed: pip install 'packer-service[cuda]'")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _MAX_CONNECTIONS)  # Note [Waiting without burning ...]
+        try:
+            call(driver.cuInit, 0)
+            count = int(call(driver.cuDeviceGetCount))
+        except (DeviceError, RuntimeError) as error:
+            raise DeviceError(f"no CUDA driver to talk to: {error}") from error
+        if index >= count:
+            raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
+        self._device = call(driver.cuDeviceGet, index)
+        flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC | driver.CUctx_flags.CU_CTX_MAP_HOST
+        call(driver.cuDevicePrimaryCtxSetFlags, self._device, flags)
+        self._context = call(driver.cuDevicePrimaryCtxRetain, self._device)
+        self.bind_thread()
+        self.uuid = device_uuid(self._device)
+        self.name = call(driver.cuDeviceGetName, 96, self._device).split(b"\0")[0].decode()
+        self._lock = threading.Lock()  # guards the two lists below
+        self._starts: list[int] = []  # of every registration, sorted
+        self._sizes: dict[int, int] = {}
+
+    def bind_thread(self) -> None:
+        call(driver.cuCtxSetCurrent, self._context)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Register ``nbytes`` at ``address`` in pieces of 64 MiB: all of them, or none and DeviceError."""
+        done: list[int] = []
+        try:
+            for offset in range(0, nbytes, REGISTER_BYTES):
+                size = min(REGISTER_BYTES, nbytes - offset)
+                call(driver.cuMemHostRegister, address + offset, size, driver.CU_MEMHOSTREGISTER_PORTABLE)
+                done.append(address + offset)
+        except BaseException:
+            for start in done:
+                driver.cuMemHostUnregister(start)
+            raise
+        with self._lock:
+            for start in done:
+                bisect.insort(self._starts, start)
+                self._sizes[start] = min(REGISTER_BYTES, address + nbytes - start)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo ``register(address, nbytes)``."""
+        with self._lock:
+            for start in range(address, address + nbytes, REGISTER_BYTES):
+                call(driver.cuMemHostUnregister, start)
+                self._starts.remove(start)
+                del self._sizes[start]
+
+    def registration_end(self, address: int) -> int:
+        """Where the registration that holds ``address`` ends."""
+        with self._lock:
+            start = self._starts[bisect.bisect_right(self._starts, address) - 1]
+            return start + self._sizes[start]
+
+    def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> CudaArena:
+        return CudaArena(handle, nbytes)
+
+    def open_timeline(self, page: SharedMemory) -> CudaTimeline:
+        return CudaTimeline(page)
+
+    def open_stream(self) -> CudaStream:
+        return CudaStream(self)
+
+    def close(self) -> None:
+        call(driver.cuDevicePrimaryCtxRelease, self._device)

@@ -1,0 +1,116 @@
+"""Shared host memory that has no name: sealed memfds, created or attached, mapped, and pre-faulted.
+
+Whoever holds a descriptor or a mapping keeps the pages; when the last process lets go, or dies, the kernel frees them.
+There is nothing to unlink.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from packer_service.errors import ProtocolError
+
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 32 << 20
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """A new memfd of ``nbytes``, sealed so that nobody who receives it can resize it (a resize would SIGBUS the other side)."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memfd(fd: int, nbytes: int) -> None:
+    """Raise ProtocolError unless ``fd``, received from a peer, is sealed against resizing and holds ``nbytes``."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError(f"a peer's descriptor is not a memfd: {error}") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ProtocolError("a peer's memfd is not sealed against shrinking")
+    if os.fstat(fd).st_size < nbytes:
+        raise ProtocolError(f"a peer's memfd holds {os.fstat(fd).st_size} bytes, not the {nbytes} it announced")
+
+
+class SharedMemory:
+    """One mapped memfd. Owns the mapping and, where it was created here, the descriptor to send; ``close()`` gives both back.
+
+    ``address`` is where the mapping starts in this process. Views of ``buffer`` may outlive ``close()``: the mapping then
+    goes when the last of them does.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.buffer = mmap.mmap(fd, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self._closed = False
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> SharedMemory:
+        fd = create_memfd(name, nbytes)
+        try:
+            return cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> SharedMemory:
+        """Map a peer's memfd after checking it. Takes over ``fd`` and closes it, also when it raises."""
+        try:
+            check_memfd(fd, nbytes)
+            memory = cls(fd, nbytes)
+        finally:
+            os.close(fd)
+        memory.fd = -1
+        return memory
+
+    def populate(self, threads: int = 1, *, write: bool = True) -> None:
+        """Fault every page in now, on ``threads`` threads, rather than one by one during a copy.
+
+        Raises MemoryError where the kernel has no page to give (a cgroup limit); a kernel before 5.14 faults lazily.
+        """
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+
+        def touch(offset: int) -> int:
+            nbytes = min(_POPULATE_BYTES, self.nbytes - offset)
+            return 0 if not _libc.madvise(self.address + offset, nbytes, advice) else ctypes.get_errno()
+
+        offsets = range(0, self.nbytes, _POPULATE_BYTES)
+        if threads == 1 or len(offsets) == 1:
+            errors = {touch(offset) for offset in offsets}
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="populate") as executor:
+                errors = set(executor.map(touch, offsets))
+        errors -= {0, 22}  # EINVAL: the kernel does not know the advice
+        if errors:
+            raise MemoryError(f"the kernel has no page for {self.nbytes} bytes: {os.strerror(min(errors))}")
+
+    def close(self) -> None:
+        """Give back the descriptor, and the mapping as soon as nothing looks into it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.fd >= 0:
+            os.close(self.fd)
+        try:
+            self.buffer.close()
+        except BufferError:  # a view of it lives on: the mapping goes with the last one
+            pass
+        del self.buffer

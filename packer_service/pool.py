@@ -1,0 +1,242 @@
+"""The pool: pinned host memory of one engine session, in segments that grow ahead of need, carved into regions.
+
+    segment 0  (memfd, sealed, populated, registered with the device, mapped by the engine)
+    +-----------+---------------+--------------------+
+    | region 7  | region 9      | free               |      region = the packer's while it copies,
+    +-----------+---------------+--------------------+               the engine's (a lease) from OUTPUT_READY to Release
+    segment 1  ...
+
+A region is named by a number that is never used twice, so that a lease returned twice touches nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from packer_service.devices.base import Device
+from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
+from packer_service.extents import Extents, align
+from packer_service.memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+POPULATE_THREADS = 8
+_RETRY_GROWTH_S = 5.0
+
+
+class Budget:
+    """Bytes that all pools of a packer may take together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            if self._taken + nbytes > self.max_bytes:
+                return False
+            self._taken += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken -= nbytes
+
+    @property
+    def left(self) -> int:
+        with self._lock:
+            return self.max_bytes - self._taken
+
+
+class Segment:
+    """One memfd: populated, then registered. Owns both; ``close()`` undoes both."""
+
+    def __init__(self, device: Device, number: int, nbytes: int) -> None:
+        self.number = number
+        self.memory = SharedMemory.create(f"packer-segment-{number}", nbytes)
+        self.extents = Extents(nbytes)
+        self._device = device
+        try:
+            self.memory.populate(POPULATE_THREADS)
+            device.register(self.memory.address, nbytes)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def close(self) -> None:
+        self._device.unregister(self.memory.address, self.memory.nbytes)
+        self.memory.close()
+
+
+@dataclass(frozen=True)
+class Region:
+    """``nbytes`` of ``segment`` at ``offset``; ``number`` names it for good."""
+
+    number: int
+    segment: Segment
+    offset: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        return self.segment.memory.address + self.offset
+
+
+class Pool:
+    """Allocates regions, grows in the background, closes when its engine is gone.
+
+    One lock guards everything. One thread grows it: populating and registering happen outside the lock, so that
+    allocations and releases go on meanwhile.
+    """
+
+    def __init__(self, device: Device, budget: Budget, step_bytes: int) -> None:
+        self._device = device
+        self._budget = budget
+        self._step_bytes = align(step_bytes)
+        self._changed = threading.Condition()
+        self._segments: list[Segment] = []
+        self._regions: dict[int, Region] = {}
+        self._next_region = 1
+        self._largest_request = 0
+        self._wanted = 0  # bytes the grower should add next
+        self._growing = False
+        self._blocked_until = 0.0
+        self._growth_error = ""
+        self._closed = False
+        self._grower = threading.Thread(target=self._grow_on_demand, name="pool-grower", daemon=True)
+        self._grower.start()
+
+    # -- regions -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, timeout_s: float = 0.0) -> Region:
+        """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._largest_request = max(self._largest_request, nbytes)
+            while True:
+                if self._closed:
+                    raise PoolExhausted("the pool is closed: its engine is gone")
+                region = self._try_allocate(nbytes)
+                if region is not None:
+                    if max(s.extents.largest_free for s in self._segments) < self._largest_request:
+                        self._ask_for(self._largest_request)  # ahead of need
+                    return region
+                could_grow = self._ask_for(nbytes)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or (not could_grow and not self._regions):
+                    raise PoolExhausted(self._why_exhausted(nbytes))
+                self._changed.wait(remaining)
+
+    def _try_allocate(self, nbytes: int) -> Region | None:
+        for segment in self._segments:
+            offset = segment.extents.allocate(nbytes)
+            if offset is not None:
+                region = Region(self._next_region, segment, offset, nbytes)
+                self._next_region += 1
+                self._regions[region.number] = region
+                return region
+        return None
+
+    def release(self, number: int) -> None:
+        """Give a region back. ProtocolError where it is not out: released twice, or never granted."""
+        with self._changed:
+            region = self._regions.pop(number, None)
+            if region is None:
+                raise ProtocolError(f"lease {number} is not out: it was returned twice or never granted")
+            region.segment.extents.release(region.offset)
+            self._changed.notify_all()
+
+    def _why_exhausted(self, nbytes: int) -> str:
+        used = sum(region.nbytes for region in self._regions.values())
+        total = sum(segment.memory.nbytes for segment in self._segments)
+        reason = self._growth_error or f"at its limit pool_max_bytes = {self._budget.max_bytes}"
+        return (
+            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases and the pool is {reason}."
+            " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
+        )
+
+    # -- growth --------------------------------------------------------------------------------------------------------
+
+    def _ask_for(self, nbytes: int) -> bool:
+        """Have the grower add room for ``nbytes``; False where the budget or a recent failure forbids it."""
+        if self._growing or self._wanted:
+            return True
+        if time.monotonic() < self._blocked_until or self._budget.left < align(nbytes):
+            return False
+        self._wanted = align(nbytes)
+        self._changed.notify_all()
+        return True
+
+    def grow(self, nbytes: int) -> None:
+        """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
+        nbytes = align(nbytes)
+        if not self._budget.take(nbytes):
+            raise PoolExhausted(f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}")
+        try:
+            with self._changed:
+                number = len(self._segments)
+            segment = Segment(self._device, number, nbytes)
+        except BaseException:
+            self._budget.give_back(nbytes)
+            raise
+        with self._changed:
+            self._segments.append(segment)
+            self._changed.notify_all()
+        logger.info("pool grew by %d MiB to %d MiB", nbytes >> 20, self.nbytes >> 20)
+
+    def _grow_on_demand(self) -> None:
+        self._device.bind_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed)
+                if self._closed:
+                    return
+                wanted, self._wanted, self._growing = self._wanted, 0, True
+            error = ""
+            try:
+                self.grow(max(wanted, min(self._step_bytes, self._budget.left & -4096)))
+            except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
+                error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
+                logger.warning("the pool stays at %d MiB: %s", self.nbytes >> 20, error)
+            with self._changed:
+                self._growing = False
+                self._growth_error = error
+                self._blocked_until = time.monotonic() + _RETRY_GROWTH_S if error else 0.0
+                self._changed.notify_all()
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    @property
+    def segments(self) -> list[Segment]:
+        with self._changed:
+            return list(self._segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        with self._changed:
+            return sum(segment.memory.nbytes for segment in self._segments)
+
+    @property
+    def leased_bytes(self) -> int:
+        with self._changed:
+            return sum(region.nbytes for region in self._regions.values())
+
+    def close(self) -> None:
+        """Give all memory back. Nobody may copy into a region any more. The engine's own mapping lives on."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._grower.join()
+        with self._changed:
+            segments, self._segments = self._segments, []
+            self._regions.clear()
+        for segment in segments:
+            segment.close()
+            self._budget.give_back(segment.memory.nbytes)

@@ -1,0 +1,251 @@
+"""The messages on the wire, typed and versioned. Nothing else in the project knows their bytes.
+
+One message is one datagram of an AF_UNIX SOCK_SEQPACKET connection, msgpack inside, with the file descriptors that
+belong to it attached. ``VERSION`` changes whenever a message does; ``Challenge`` and ``Hello`` keep their first field for
+ever, so that peers of different versions can tell each other so.
+
+    worker                      packer                       engine
+      |-- Hello / Welcome ------->|<------- Hello / Welcome -----|
+      |-- MapTimeline +fd ------->|-- Segment +fd -------------->|   at the start, and when the pool grows
+      |-- MapArena -------------->|                              |   when the arena grows
+      |-- Export ---------------->|                              |   main thread: the device copy may start
+      |-- Skeleton (+fd) -------->|                              |   export thread: what the output looks like
+      |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|
+      |                           |<------------------ Release --|   when the tensors die
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from packer_service.errors import ProtocolError
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_FDS = 1
+MAX_PIECES = 1024
+MAX_PAYLOAD_BYTES = 32 << 10
+
+OutputId = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=4096)]
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Handle = Annotated[bytes, Meta(max_length=64)]
+Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Count = Annotated[int, Meta(ge=1, le=(1 << 62))]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of everything on the wire."""
+
+
+class Challenge(Message):
+    """Packer to anyone who connects: prove that you have the key."""
+
+    version: int
+    nonce: Nonce
+
+
+class Hello(Message):
+    """The answer: who I am, and the proof. ``session`` is the engine's; its workers join it."""
+
+    version: int
+    role: Literal["engine", "worker"]
+    session: Annotated[str, Meta(min_length=8, max_length=64)]
+    nonce: Nonce
+    proof: Digest
+    device_uuid: Text = ""
+
+
+class Welcome(Message):
+    """The packer's own proof, and what it serves."""
+
+    proof: Digest
+    device_kind: str
+    device_uuid: str
+    device_name: str
+    pid: int
+
+
+class Refused(Message):
+    """No: ``reason`` is a sentence for a person."""
+
+    reason: Text
+
+
+class MapTimeline(Message):
+    """Worker to packer, with the memfd of its timeline page."""
+
+
+class MapArena(Message):
+    """Worker to packer: import one chunk of the arena. ``handle`` is a CUDA IPC handle; a host chunk is the attached memfd."""
+
+    arena: Number
+    nbytes: Count
+    handle: Handle = b""
+
+
+class UnmapArena(Message):
+    """Worker to packer: close that import; the worker frees the chunk when ``Unmapped`` comes."""
+
+    arena: Number
+
+
+class Unmapped(Message):
+    arena: Number
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """One range of one arena chunk: ``nbytes`` at ``offset``."""
+
+    arena: Number
+    offset: Number
+    nbytes: Count
+
+
+class Export(Message):
+    """Worker to packer: copy these once the timeline has reached ``ready`` (or once the CUDA IPC ``event`` is done)."""
+
+    output: OutputId
+    ready: Number
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_PIECES)]
+    event: Handle = b""
+
+
+class Skeleton(Message):
+    """Worker to packer: what the engine needs to rebuild the output; opaque to the packer.
+
+    With ``host_nbytes``, a memfd of the worker's is attached and goes on to the engine; the last
+    ``payload_in_host`` bytes of it are the payload, where that was too large for a message.
+    """
+
+    output: OutputId
+    payload: Payload
+    mac: Digest
+    host_nbytes: Number = 0
+    payload_in_host: Number = 0
+
+
+class Withdraw(Message):
+    """Worker to packer: forget this output; it will never be ready, or went another way. ``error`` reaches the engine."""
+
+    output: OutputId
+    error: Text = ""
+
+
+class Probe(Message):
+    """Worker to packer at the start: can you wait for my marker and read my memory? Answered by ``Probed``."""
+
+    ready: Number
+    piece: Piece
+    event: Handle = b""
+
+
+class Probed(Message):
+    """SHA-256 of the bytes the packer read, or why it could not."""
+
+    digest: bytes = b""
+    error: Text = ""
+
+
+class Ack(Message):
+    """Packer to worker: the engine has this output; its slots are yours again."""
+
+    output: OutputId
+
+
+class Nack(Message):
+    """Packer to worker: this output cannot go this way; the slots are yours again."""
+
+    output: OutputId
+    reason: Text
+
+
+class Segment(Message):
+    """Packer to engine, with the memfd: one segment of the pool, yours alone."""
+
+    segment: Number
+    nbytes: Count
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """One region of one segment, the engine's until it sends ``Release``."""
+
+    lease: Number
+    segment: Number
+    offset: Number
+    nbytes: Count
+
+
+class OutputReady(Message):
+    """Packer to engine: one lease for each piece, in order, and the skeleton as the worker sent it. Or an error."""
+
+    output: OutputId
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_PIECES)] = ()
+    payload: Payload = b""
+    mac: bytes = b""
+    host_nbytes: Number = 0
+    payload_in_host: Number = 0
+    error: Text = ""
+
+
+class Release(Message):
+    """Engine to packer: these leases are yours again."""
+
+    leases: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)]
+
+
+HandshakeFromServer = Challenge | Welcome | Refused
+HandshakeFromClient = Hello
+FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Probe
+ToWorker = Ack | Nack | Probed | Unmapped | Refused
+FromEngine = Release
+ToEngine = Segment | OutputReady | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes. ProtocolError where they do not fit a datagram."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes exceeds the {MAX_MESSAGE_BYTES} of a message")
+    return data
+
+
+class Decoder:
+    """Bytes to one of the messages allowed from one kind of peer."""
+
+    def __init__(self, allowed: object) -> None:
+        self._decode = msgspec.msgpack.Decoder(allowed).decode
+
+    def __call__(self, data: bytes) -> Message:
+        try:
+            return self._decode(data)  # type: ignore[no-any-return]
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"{len(data)} bytes from a peer are no message allowed here: {error}") from error
+
+
+from_worker = Decoder(FromWorker)
+to_worker = Decoder(ToWorker)
+from_engine = Decoder(FromEngine)
+to_engine = Decoder(ToEngine)
+from_client = Decoder(HandshakeFromClient)
+from_server = Decoder(HandshakeFromServer)
+
+
+def client_proof(key: bytes, challenge: Challenge, role: str, session: str, nonce: bytes) -> bytes:
+    """What a client that knows ``key`` answers to ``challenge``."""
+    fields = (b"client", str(VERSION).encode(), role.encode(), session.encode(), challenge.nonce, nonce)
+    return hmac.digest(key, b"".join(len(field).to_bytes(2, "big") + field for field in fields), hashlib.sha256)
+
+
+def server_proof(key: bytes, challenge: Challenge, nonce: bytes) -> bytes:
+    """What a packer that knows ``key`` answers to a client's ``nonce``."""
+    return hmac.digest(key, b"server" + nonce + challenge.nonce, hashlib.sha256)

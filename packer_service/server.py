@@ -1,0 +1,246 @@
+"""The packer's life: listen, accept, hand each peer to a session on a thread of its own, stop.
+
+The server owns the socket, the device, the budget of host memory and one pool that is ready before its engine comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from packer_service import transport
+from packer_service.config import Settings
+from packer_service.devices import open_device
+from packer_service.errors import HandshakeError, PackerError, SettingError
+from packer_service.pool import Budget, Pool
+from packer_service.protocol import Hello, Welcome
+from packer_service.session import EngineSession, WorkerSession
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """One packer on one device. ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends it.
+
+    ``_changed`` guards the sessions; every connection has one thread.
+    """
+
+    def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
+        self.settings = settings
+        self.device = open_device(settings.device)
+        self.refused = 0  # peers; written under _changed
+        self._managed = managed
+        self._key = key
+        self._uids = settings.uids()
+        self._path = Path(settings.socket)
+        self._changed = threading.Condition()
+        self._engines: dict[str, EngineSession] = {}
+        self._workers: set[WorkerSession] = set()
+        self._connections = 0
+        self._had_engine = False
+        self._stopping = ""
+        self._idle_since = time.monotonic()
+        self._budget = Budget(settings.pool_max_bytes)
+        self._spare: Pool | None = self._new_pool()
+        self._spare.grow(settings.pool_bytes)
+        self._socket = _listen(self._path)
+        self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
+
+    def start(self) -> None:
+        self._accepter.start()
+        logger.info(
+            "packer ready on %s (%s), pool %d MiB, at most %d MiB, socket %s",
+            self.device.name,
+            self.device.uuid,
+            self.settings.pool_bytes >> 20,
+            self.settings.pool_max_bytes >> 20,
+            self._path,
+        )
+
+    def stop(self, reason: str) -> None:
+        """Have ``wait`` return. Safe on any thread, any number of times."""
+        with self._changed:
+            self._stopping = self._stopping or reason
+            self._changed.notify_all()
+
+    def wait(self) -> str:
+        """Block until there is a reason to stop; the reason. No timer runs while an engine is connected."""
+        limit = self.settings.exit_after_s
+        with self._changed:
+            while not self._stopping:
+                if self._engines or not limit:
+                    self._changed.wait()
+                elif (remaining := self._idle_since + limit - time.monotonic()) > 0:
+                    self._changed.wait(remaining)
+                else:
+                    self._stopping = f"no engine for {limit:g} s (setting exit_after_s)"
+            return self._stopping
+
+    def close(self) -> None:
+        """Stop listening, end every session, give back all memory. The outputs that were delivered stay readable."""
+        self._path.unlink(missing_ok=True)
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
+        self._socket.close()
+        with self._changed:
+            workers, engines = list(self._workers), list(self._engines.values())
+        for worker in workers:
+            worker.disconnect()
+        for engine in engines:
+            engine.disconnect()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections, timeout=10.0)
+            left, spare, self._spare = self._connections, self._spare, None
+        if left:
+            logger.error("%d connections did not end within 10 s; their memory goes with the process", left)
+            return
+        if spare is not None:
+            spare.close()
+        self.device.close()
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError as error:
+                if self._stopping or self._socket.fileno() < 0:
+                    return
+                logger.error("cannot accept a connection: %s", error)  # out of descriptors, most likely
+                time.sleep(0.1)
+                continue
+            with self._changed:
+                full = self._connections >= self.settings.max_sessions
+                self._connections += not full
+                self.refused += full
+            if full:
+                logger.warning("a connection was closed: max_sessions = %d are open", self.settings.max_sessions)
+                peer.close()
+            else:
+                threading.Thread(target=self._serve, args=(peer,), name="session", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            try:
+                channel, hello = transport.accept(
+                    peer, self._key, self._uids, self._admit, self.settings.handshake_timeout_s
+                )
+            except PackerError as error:
+                logger.warning("a peer was refused: %s", error)
+                with self._changed:
+                    self.refused += 1
+                return
+            self.device.bind_thread()
+            if hello.role == "engine":
+                self._serve_engine(channel, hello)
+            else:
+                self._serve_worker(channel, hello)
+        except Exception:
+            logger.exception("a session failed")
+        finally:
+            with self._changed:
+                self._connections -= 1
+                self._changed.notify_all()
+
+    def _admit(self, hello: Hello, proof: bytes) -> Welcome:
+        with self._changed:
+            known = hello.session in self._engines
+        if hello.role == "engine" and known:
+            raise HandshakeError(f"session {hello.session} has an engine already")
+        if hello.role == "worker" and not known:
+            raise HandshakeError(f"session {hello.session} has no engine here: the engine connects before its workers")
+        if hello.role == "worker" and hello.device_uuid != self.device.uuid:
+            raise HandshakeError(
+                f"the worker runs on {hello.device_uuid} and this packer on {self.device.uuid}:"
+                " give every GPU its own packer, and the settings all their sockets"
+            )
+        return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
+
+    def _new_pool(self) -> Pool:
+        return Pool(self.device, self._budget, self.settings.pool_step_bytes)
+
+    def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
+        with self._changed:
+            pool, self._spare = self._spare or self._new_pool(), None
+            engine = EngineSession(hello.session, channel, pool)
+            self._engines[hello.session] = engine
+            self._had_engine = True
+            self._changed.notify_all()
+        logger.info("engine %s connected", engine.name)
+        try:
+            engine.serve()
+        finally:
+            with self._changed:
+                del self._engines[engine.name]
+                workers = [worker for worker in self._workers if worker.engine is engine]
+            for worker in workers:
+                worker.disconnect()
+            with self._changed:
+                self._changed.wait_for(lambda: not any(worker.engine is engine for worker in self._workers))
+            engine.close()
+            with self._changed:
+                self._idle_since = time.monotonic()
+                self._changed.notify_all()
+            if self._managed:
+                self.stop("the engine that started this packer is gone")
+
+    def _serve_worker(self, channel: transport.Channel, hello: Hello) -> None:
+        with self._changed:
+            engine = self._engines.get(hello.session)
+            if engine is None:
+                channel.close()
+                return
+            worker = WorkerSession(f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings)
+            self._workers.add(worker)
+        logger.info("worker %s connected", worker.name)
+        try:
+            worker.serve()
+        finally:
+            with self._changed:
+                self._workers.discard(worker)
+                self._changed.notify_all()
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listen at ``path`` in a directory that is ours alone (or a group's). A stale socket is replaced, a live one is not."""
+    directory = path.parent
+    if not str(path) or len(os.fsencode(path)) > 107:
+        raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most 107 bytes")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise SettingError(f"the directory of socket {str(path)!r} cannot be made: {error.strerror}") from error
+    if status.st_mode & stat.S_IWOTH or status.st_uid not in (os.geteuid(), 0):
+        raise SettingError(f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    logger.info("a stale socket is replaced: %s", path)
+                else:
+                    raise SettingError(f"another packer listens at {str(path)!r}: give each its own socket")
+            with suppress(FileNotFoundError):
+                path.unlink()
+        mask = os.umask(0o117)  # group may connect; the directory and the uids say who
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(mask)
+        sock.listen(64)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,429 @@
+"""What a packer does for one engine and for one worker, from the handshake to the end of the connection.
+
+Note [The life of an output in the packer]
+``Export`` comes first, from the worker's main thread: the pieces get regions of the engine's pool, the copies are submitted
+behind the wait for the worker's marker, and the finisher thread sleeps until they are done. Meanwhile ``Skeleton`` (or
+``Withdraw``) arrives. Once the copies are done and the second message is there, the output is settled: OUTPUT_READY goes to
+the engine, and only after that send the ack to the worker, so that an output is always in the worker's arena or in the
+engine's hands. From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
+
+Note [When a worker is gone]
+Its imports keep the device memory alive, so whatever its device had completed (the timeline says so) is still copied and
+delivered. What had not been completed never will be: those transfers are marked, the counter is forced so that the stream
+moves on, their copies are discarded and their regions released only after the stream has passed them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+
+from packer_service import protocol
+from packer_service.config import Settings
+from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
+from packer_service.devices.host import TIMELINE_BYTES
+from packer_service.errors import DeviceError, PackerError, PeerClosed, ProtocolError
+from packer_service.memory import SharedMemory, check_memfd
+from packer_service.pool import Pool, Region
+from packer_service.protocol import (
+    Ack,
+    Export,
+    Lease,
+    MapArena,
+    Nack,
+    OutputReady,
+    Piece,
+    Probe,
+    Probed,
+    Segment,
+    Skeleton,
+    Withdraw,
+)
+from packer_service.transport import Channel, close_fds
+
+logger = logging.getLogger(__name__)
+
+MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
+
+
+class EngineSession:
+    """One engine: its pool, the segments it was told of, the outputs it is sent.
+
+    The reader (the thread in ``serve``) takes leases back; any worker session's threads publish, under one lock.
+    """
+
+    def __init__(self, name: str, channel: Channel, pool: Pool) -> None:
+        self.name = name
+        self.pool = pool
+        self.bad_releases = 0  # written by the reader only
+        self._channel = channel
+        self._lock = threading.Lock()  # guards the announcements and the order of what is sent
+        self._announced: set[int] = set()
+
+    def serve(self) -> None:
+        """Take leases back until the engine is gone."""
+        try:
+            self.announce_segments()
+            while True:
+                received = self._channel.receive()
+                assert received is not None
+                message, fds = received
+                close_fds(fds)
+                assert isinstance(message, protocol.Release)
+                for lease in message.leases:
+                    try:
+                        self.pool.release(lease)
+                    except ProtocolError as error:
+                        self.bad_releases += 1
+                        logger.warning("engine %s: %s", self.name, error)
+        except PeerClosed:
+            logger.info("engine %s is gone", self.name)
+        except ProtocolError as error:
+            logger.error("engine %s broke the protocol and is disconnected: %s", self.name, error)
+            _refuse(self._channel, str(error))
+
+    def announce_segments(self) -> None:
+        """Tell the engine of every segment it does not know yet, so that it maps them before an output needs them."""
+        with self._lock:
+            for segment in self.pool.segments:
+                if segment.number not in self._announced:
+                    self._channel.send(Segment(segment.number, segment.memory.nbytes), segment.memory.fd)
+                    self._announced.add(segment.number)
+
+    def publish(self, message: OutputReady, fd: int | None = None) -> None:
+        """Send one OUTPUT_READY. PeerClosed where the engine is gone."""
+        if any(lease.segment not in self._announced for lease in message.leases):
+            self.announce_segments()
+        with self._lock:
+            self._channel.send(message, fd)
+
+    def disconnect(self) -> None:
+        """Have ``serve`` end, from another thread."""
+        self._channel.shutdown()
+
+    def close(self) -> None:
+        self._channel.close()
+        self.pool.close()
+
+
+@dataclass
+class Transfer:
+    """One output on its way through. See Note [The life of an output in the packer]."""
+
+    export: Export
+    copied: bool
+    second: Skeleton | Withdraw | None = None
+    host_fd: int | None = None
+    regions: list[Region] = field(default_factory=list)
+    marker: Marker | None = None  # None: not submitted
+    abandoned: str = ""  # why its bytes will never be right
+
+    @property
+    def output(self) -> str:
+        return self.export.output
+
+
+class WorkerSession:
+    """One worker: its arena chunks and its timeline imported here, one stream, its outputs in flight.
+
+    Two threads: the reader (in ``serve``) takes messages and submits copies; the finisher waits for copies, publishes and
+    acknowledges. ``_lock`` guards ``_transfers`` and every Transfer in it.
+    """
+
+    def __init__(self, name: str, channel: Channel, engine: EngineSession, device: Device, settings: Settings) -> None:
+        self.name = name
+        self.engine = engine
+        self.outputs = 0  # published; written under _lock
+        self.nacks = 0
+        self._channel = channel
+        self._device = device
+        self._wait_s = settings.wait_s
+        self._stream: Stream = device.open_stream()
+        self._arenas: dict[int, Arena | str] = {}  # or why the import failed
+        self._timeline: Timeline | None = None
+        self._lock = threading.Lock()
+        self._transfers: dict[str, Transfer] = {}
+        self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
+        self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
+
+    # -- the reader ----------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Take messages until the worker is gone, then see its finished outputs off and give everything back."""
+        self._device.bind_thread()
+        self._finisher.start()
+        reason = "the worker died before the output was complete on the device"
+        try:
+            while True:
+                received = self._channel.receive()
+                assert received is not None
+                message, fds = received
+                try:
+                    self._handle(message, fds)
+                finally:
+                    close_fds(fds)
+        except PeerClosed:
+            logger.info("worker %s is gone", self.name)
+        except ProtocolError as error:
+            logger.error("worker %s broke the protocol and is disconnected: %s", self.name, error)
+            _refuse(self._channel, str(error))
+            reason = f"the worker broke the protocol: {error}"
+        finally:
+            self._abandon_incomplete(reason)
+            self._finishing.put(None)
+            self._finisher.join()
+            self._close()
+
+    def _handle(self, message: protocol.Message, fds: list[int]) -> None:
+        """One message. Takes out of ``fds`` the descriptors it keeps."""
+        match message:
+            case Export():
+                self._start(message)
+            case Skeleton() | Withdraw():
+                self._take_second(message, fds)
+            case MapArena():
+                self._map_arena(message, fds)
+            case protocol.UnmapArena():
+                arena = self._arenas.pop(message.arena, None)
+                if arena is not None and not isinstance(arena, str):
+                    arena.close()
+                self._channel.send(protocol.Unmapped(message.arena))
+            case protocol.MapTimeline():
+                if self._timeline is not None or not fds:
+                    raise ProtocolError("a worker sends its timeline once, with its memfd")
+                self._timeline = self._device.open_timeline(SharedMemory.attach(fds.pop(), TIMELINE_BYTES))
+            case Probe():
+                self._probe(message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not a worker's to send")
+
+    def _map_arena(self, message: MapArena, fds: list[int]) -> None:
+        if message.arena in self._arenas:
+            raise ProtocolError(f"arena chunk {message.arena} is mapped already")
+        try:
+            self._arenas[message.arena] = self._device.open_arena(message.handle, fds, message.nbytes)
+        except (DeviceError, OSError) as error:
+            logger.error("worker %s: arena chunk %d cannot be imported: %s", self.name, message.arena, error)
+            self._arenas[message.arena] = str(error)
+
+    def _start(self, export: Export) -> None:
+        """Submit the copies now, if there is room now; otherwise leave them to the finisher, which may wait."""
+        with self._lock:
+            if export.output in self._transfers:
+                raise ProtocolError(f"output {export.output} is exported already")
+            if len(self._transfers) >= MAX_TRANSFERS:
+                raise ProtocolError(f"{MAX_TRANSFERS} outputs are in flight already")
+            for piece in export.pieces:
+                self._check(piece)
+            transfer = self._transfers[export.output] = Transfer(export, copied=not export.pieces)
+            if transfer.copied:
+                return
+            if not self._unsubmitted:
+                self._try_submit(transfer, timeout_s=0.0)
+            if transfer.marker is None:
+                self._unsubmitted += 1
+        self._finishing.put(transfer)
+
+    def _take_second(self, message: Skeleton | Withdraw, fds: list[int]) -> None:
+        """The second and last message of an output: its skeleton, or that it goes another way."""
+        if isinstance(message, Skeleton):
+            if bool(message.host_nbytes) != bool(fds):
+                raise ProtocolError("host arrays and their memfd come together")
+            if fds:
+                check_memfd(fds[0], message.host_nbytes)
+        with self._lock:
+            transfer = self._transfers.get(message.output)
+            if transfer is None or transfer.second is not None:
+                raise ProtocolError(f"output {message.output} was not exported, or is settled already")
+            transfer.second = message
+            transfer.host_fd = fds.pop() if fds else None
+            copied = transfer.copied
+        if copied:
+            self._settle(transfer)
+
+    def _probe(self, probe: Probe) -> None:
+        """Do once, for nothing, what every output needs: wait for the marker, copy, read."""
+        try:
+            self._check(probe.piece)
+            region = self.engine.pool.allocate(probe.piece.nbytes, self._wait_s)
+            try:
+                self._submit(Export("probe", probe.ready, (probe.piece,), probe.event), [region]).synchronize()
+                start = region.offset
+                digest = hashlib.sha256(region.segment.memory.buffer[start : start + region.nbytes]).digest()
+            finally:
+                self.engine.pool.release(region.number)
+            self._channel.send(Probed(digest))
+        except PeerClosed:
+            raise
+        except PackerError as error:
+            self._channel.send(Probed(error=str(error)))
+
+    def _check(self, piece: Piece) -> None:
+        """A piece must lie inside its chunk, as the device itself measured it."""
+        arena = self._arenas.get(piece.arena)
+        if arena is None:
+            raise ProtocolError(f"arena chunk {piece.arena} was never mapped")
+        if not isinstance(arena, str) and piece.offset + piece.nbytes > arena.nbytes:
+            raise ProtocolError(
+                f"{piece.nbytes} bytes at {piece.offset} lie outside arena chunk {piece.arena} of {arena.nbytes}"
+            )
+
+    # -- copying -------------------------------------------------------------------------------------------------------
+
+    def _try_submit(self, transfer: Transfer, timeout_s: float) -> None:
+        """Give the transfer regions and submit its copies. Leaves ``marker`` at None where there is no room yet."""
+        try:
+            for piece in transfer.export.pieces[len(transfer.regions) :]:
+                transfer.regions.append(self.engine.pool.allocate(piece.nbytes, timeout_s))
+        except PackerError as error:
+            if timeout_s:
+                transfer.abandoned = str(error)
+            return
+        try:
+            transfer.marker = self._submit(transfer.export, transfer.regions)
+        except DeviceError as error:
+            transfer.abandoned = str(error)
+
+    def _submit(self, export: Export, regions: list[Region]) -> Marker:
+        if export.event:
+            self._stream.wait_event(export.event)
+        elif self._timeline is None:
+            raise ProtocolError("an output came before the worker's timeline")
+        else:
+            self._stream.wait_timeline(self._timeline, export.ready)
+        for piece, region in zip(export.pieces, regions, strict=True):
+            arena = self._arenas[piece.arena]
+            if isinstance(arena, str):
+                raise DeviceError(arena)
+            self._stream.copy_to_host(region.address, arena, piece.offset, piece.nbytes)
+        return self._stream.record()
+
+    # -- the finisher --------------------------------------------------------------------------------------------------
+
+    def _finish_all(self) -> None:
+        self._device.bind_thread()
+        while (transfer := self._finishing.get()) is not None:
+            try:
+                self._finish(transfer)
+            except PeerClosed:
+                pass  # the reader sees it too, and ends the session
+            except Exception as error:
+                logger.exception("output %s failed in the packer", transfer.output)
+                with self._lock:
+                    transfer.abandoned = transfer.abandoned or f"{type(error).__name__}: {error}"
+                    transfer.copied = True
+                    complete = self._transfers.get(transfer.output) is transfer and transfer.second is not None
+                if complete:
+                    self._settle(transfer)
+
+    def _finish(self, transfer: Transfer) -> None:
+        if transfer.marker is None:
+            if not transfer.abandoned:
+                self._try_submit(transfer, self._wait_s)
+            with self._lock:
+                self._unsubmitted -= 1
+        if transfer.marker is not None:
+            transfer.marker.synchronize()
+        with self._lock:
+            transfer.copied = True
+            complete = transfer.second is not None
+        if complete:
+            self._settle(transfer)
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Copied, and both messages there: publish and acknowledge, or hand back."""
+        with self._lock:
+            del self._transfers[transfer.output]
+        if isinstance(transfer.second, Withdraw):
+            self._drop(transfer)
+            if transfer.second.error:
+                self._tell_engine(OutputReady(transfer.output, error=transfer.second.error))
+            self._channel.send(Ack(transfer.output))
+        elif transfer.abandoned:
+            self._nack(transfer)
+        else:
+            self._publish(transfer)
+
+    def _publish(self, transfer: Transfer) -> None:
+        skeleton = transfer.second
+        assert isinstance(skeleton, Skeleton)
+        leases = tuple(Lease(r.number, r.segment.number, r.offset, r.nbytes) for r in transfer.regions)
+        message = OutputReady(
+            transfer.output, leases, skeleton.payload, skeleton.mac, skeleton.host_nbytes, skeleton.payload_in_host
+        )
+        try:
+            self.engine.publish(message, transfer.host_fd)
+        except PeerClosed:
+            self._drop(transfer)
+            raise
+        transfer.regions = []  # the engine's now
+        self._drop(transfer)
+        self.outputs += 1
+        self._channel.send(Ack(transfer.output))
+
+    def _nack(self, transfer: Transfer) -> None:
+        """Tell the worker to send this output another way; where the worker is gone, tell the engine that it failed."""
+        self._drop(transfer)
+        self.nacks += 1
+        logger.warning("output %s of worker %s is handed back: %s", transfer.output, self.name, transfer.abandoned)
+        try:
+            self._channel.send(Nack(transfer.output, transfer.abandoned[:4000]))
+        except PeerClosed:
+            self._tell_engine(OutputReady(transfer.output, error=transfer.abandoned[:4000]))
+
+    def _drop(self, transfer: Transfer) -> None:
+        """Give back what the transfer still holds."""
+        for region in transfer.regions:
+            self.engine.pool.release(region.number)
+        transfer.regions = []
+        if transfer.host_fd is not None:
+            close_fds([transfer.host_fd])
+            transfer.host_fd = None
+
+    def _tell_engine(self, message: OutputReady) -> None:
+        try:
+            self.engine.publish(message)
+        except PeerClosed:
+            logger.info("output %s: its engine is gone too", message.output)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _abandon_incomplete(self, reason: str) -> None:
+        """See Note [When a worker is gone]."""
+        with self._lock:
+            reached = self._timeline.value() if self._timeline is not None else 0
+            last = reached
+            for transfer in self._transfers.values():
+                if transfer.export.ready > reached:
+                    last = max(last, transfer.export.ready)
+                    transfer.abandoned = reason
+            if self._timeline is not None and last > reached:
+                self._timeline.force(last)
+
+    def _close(self) -> None:
+        for transfer in self._transfers.values():  # no second message ever came
+            self._drop(transfer)
+            self._tell_engine(OutputReady(transfer.output, error="the worker died while it was sending this output"))
+        self._transfers.clear()
+        self._stream.close()
+        for arena in self._arenas.values():
+            if not isinstance(arena, str):
+                arena.close()
+        if self._timeline is not None:
+            self._timeline.close()
+        self._channel.close()
+
+    def disconnect(self) -> None:
+        """Have ``serve`` end, from another thread."""
+        self._channel.shutdown()
+
+
+def _refuse(channel: Channel, reason: str) -> None:
+    try:
+        channel.try_send(protocol.Refused(reason[:4000]))
+    except PeerClosed:
+        pass

@@ -1,0 +1,226 @@
+"""AF_UNIX SOCK_SEQPACKET connections: framed by the kernel, descriptors travel with their message.
+
+Note [Why SEQPACKET]
+A datagram arrives whole or not at all: no partial frame to wait for, no length prefix to distrust, a send that does not
+block either happened or did not, and a descriptor cannot be separated from the message it belongs to.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import cast
+
+from packer_service import protocol
+from packer_service.errors import HandshakeError, PackerUnavailable, PeerClosed, ProtocolError
+from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused, Welcome
+
+_UCRED = struct.Struct("3i")
+
+
+def close_fds(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Channel:
+    """One connection. Any thread may send (a lock keeps order); exactly one thread receives."""
+
+    def __init__(self, sock: socket.socket, decoder: Decoder) -> None:
+        self._socket = sock
+        self._send_lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.decoder = decoder
+
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Send, waiting for room. PeerClosed where the peer is gone."""
+        data = protocol.encode(message)
+        with self._send_lock:
+            self._send(data, fd, 0)
+
+    def try_send(self, message: Message, fd: int | None = None) -> bool:
+        """Send without ever waiting; False where there is no room now or another thread is sending."""
+        data = protocol.encode(message)
+        if not self._send_lock.acquire(blocking=False):
+            return False
+        try:
+            self._send(data, fd, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        finally:
+            self._send_lock.release()
+        return True
+
+    def _send(self, data: bytes, fd: int | None, flags: int) -> None:
+        try:
+            if fd is None:
+                self._socket.send(data, flags)
+            else:
+                socket.send_fds(self._socket, [data], [fd], flags)
+        except (BrokenPipeError, ConnectionError) as error:
+            raise PeerClosed(f"the peer is gone: {error}") from error
+        except OSError as error:
+            if isinstance(error, BlockingIOError) or error.errno != 9:  # EBADF: closed on this side
+                raise
+            raise PeerClosed("this connection was closed") from error
+
+    def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors, which are the caller's to close. None where none came in time.
+
+        Raises PeerClosed at the end of the stream and ProtocolError for anything that is not an allowed message.
+        """
+        try:
+            if timeout_s is not None and not self._poll.poll(max(timeout_s, 0.0) * 1e3):
+                return None
+            data, fds, flags, _ = socket.recv_fds(
+                self._socket, protocol.MAX_MESSAGE_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:  # SO_RCVTIMEO, while the handshake lasts
+            return None
+        except OSError as error:
+            raise PeerClosed(f"the connection broke: {error}") from error
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ProtocolError(f"a message exceeds {protocol.MAX_MESSAGE_BYTES} bytes or {protocol.MAX_FDS} descriptor")
+            if not data:
+                raise PeerClosed("the peer closed the connection")
+            return self.decoder(data), list(fds)
+        except BaseException:
+            close_fds(list(fds))
+            raise
+
+    def finish(self) -> None:
+        """Say that nothing more will be sent; the peer's last messages can still be received."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it is not connected any more
+            pass
+
+    def shutdown(self) -> None:
+        """End the stream both ways: every thread blocked on it wakes up. The descriptor stays until ``close``."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is not connected any more
+            pass
+
+    def close(self) -> None:
+        self.shutdown()
+        self._socket.close()
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The uid the kernel recorded for the process that connected (SO_PEERCRED)."""
+    return cast(int, _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+
+
+def _set_timeout(sock: socket.socket, timeout_s: float) -> None:
+    """Bound every single receive and send; 0 lifts the bound. The socket itself stays in blocking mode."""
+    value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def _expect(channel: Channel, *kinds: type[Message]) -> Message:
+    received = channel.receive()
+    if received is None:
+        raise HandshakeError("the peer stayed silent during the handshake")
+    message, fds = received
+    close_fds(fds)
+    if not isinstance(message, kinds):
+        raise HandshakeError(f"a {type(message).__name__} came during the handshake")
+    return message
+
+
+def _refuse(channel: Channel, reason: str) -> HandshakeError:
+    channel.send(Refused(reason))
+    return HandshakeError(reason)
+
+
+def accept(
+    sock: socket.socket,
+    key: bytes,
+    uids: frozenset[int],
+    admit: Callable[[Hello, bytes], Welcome],
+    timeout_s: float,
+) -> tuple[Channel, Hello]:
+    """The packer's side of the handshake, on a thread of its own. Closes ``sock`` when it raises.
+
+    ``admit`` makes the Welcome from the peer's Hello and our proof, or refuses it with a HandshakeError. A peer that is
+    refused is told why, except one whose uid is not on the list or that does not speak the protocol.
+    """
+    channel = Channel(sock, protocol.from_client)
+    try:
+        _set_timeout(sock, timeout_s)
+        uid = peer_uid(sock)
+        if uid not in uids:
+            raise HandshakeError(f"uid {uid} is not allowed to connect: add it to the setting allowed_uids")
+        challenge = Challenge(protocol.VERSION, os.urandom(32))
+        channel.send(challenge)
+        hello = cast(Hello, _expect(channel, Hello))
+        if hello.version != protocol.VERSION:
+            raise _refuse(channel, f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}: run the same release on both sides")
+        if not hmac.compare_digest(
+            hello.proof, protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
+        ):
+            raise _refuse(channel, "the key is not this packer's: give both sides the same file in the setting key_file")
+        try:
+            welcome = admit(hello, protocol.server_proof(key, challenge, hello.nonce))
+        except HandshakeError as error:
+            raise _refuse(channel, str(error)) from error
+        channel.send(welcome)
+        _set_timeout(sock, 0)
+    except BaseException:
+        channel.close()
+        raise
+    channel.decoder = protocol.from_worker if hello.role == "worker" else protocol.from_engine
+    return channel, hello
+
+
+def connect(
+    path: str, key: bytes, role: str, session: str, *, device_uuid: str = "", timeout_s: float = 5.0
+) -> tuple[Channel, Welcome]:
+    """Connect to the packer listening at ``path`` and prove the key to each other.
+
+    PackerUnavailable where nobody listens, HandshakeError where the packer refuses or does not know the key.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    channel = Channel(sock, protocol.from_server)
+    deadline = time.monotonic() + timeout_s
+    try:
+        _set_timeout(sock, max(timeout_s, 0.001))
+        try:
+            sock.connect(path)
+        except OSError as error:
+            raise PackerUnavailable(f"no packer listens at {path} ({error.strerror or error})") from error
+        challenge = cast(Challenge, _expect(channel, Challenge))
+        if challenge.version != protocol.VERSION:
+            raise HandshakeError(
+                f"the packer at {path} speaks protocol {challenge.version}, this side {protocol.VERSION}:"
+                " run the same release on both sides"
+            )
+        nonce = os.urandom(32)
+        proof = protocol.client_proof(key, challenge, role, session, nonce)
+        channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid))  # type: ignore[arg-type]
+        _set_timeout(sock, max(deadline - time.monotonic(), 0.001))
+        answer = _expect(channel, Welcome, Refused)
+        if isinstance(answer, Refused):
+            raise HandshakeError(f"the packer at {path} refused: {answer.reason}")
+        welcome = cast(Welcome, answer)
+        if not hmac.compare_digest(welcome.proof, protocol.server_proof(key, challenge, nonce)):
+            raise HandshakeError(f"whoever listens at {path} does not know the key")
+        _set_timeout(sock, 0)
+    except ProtocolError as error:
+        channel.close()
+        raise HandshakeError(f"whoever listens at {path} does not speak this protocol: {error}") from error
+    except BaseException:
+        channel.close()
+        raise
+    channel.decoder = protocol.to_worker if role == "worker" else protocol.to_engine
+    return channel, welcome

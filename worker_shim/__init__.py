@@ -1,0 +1,23 @@
+"""What runs inside vllm-omni: the executor in the engine's process, the exporter in the worker's.
+
+    distributed_executor_backend="worker_shim.PackerDiffusionExecutor"
+
+is the whole switch. Nothing here edits vllm-omni; what is relied on is listed and checked in ``compat``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker_shim.executor import PackerDiffusionExecutor
+
+__all__ = ["PackerDiffusionExecutor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackerDiffusionExecutor":  # imported when asked for: it needs vllm-omni, and most of this package does not
+        from worker_shim.executor import PackerDiffusionExecutor
+
+        return PackerDiffusionExecutor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,127 @@
+"""The arena: device memory the worker owns, in exported chunks, carved into slots where outputs wait for the packer.
+
+Grown on the worker's main thread only: an allocation on another thread would break a CUDA graph capture there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packer_service.errors import DeviceError
+from packer_service.extents import Extents, align
+from worker_shim.export_device import Chunk, ExportDevice
+from worker_shim.log import get_logger
+
+logger = get_logger(__name__)
+
+CHUNK_ALIGNMENT = 2 << 20
+_RETRY_GROWTH_S = 5.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """``nbytes`` of chunk ``arena`` at ``offset``; ``view`` looks at exactly them, as uint8."""
+
+    arena: int
+    offset: int
+    nbytes: int
+    view: torch.Tensor
+
+
+class Arena:
+    """Slots for outputs in flight. The main thread allocates, the thread that hears of acks releases; one lock.
+
+    ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out.
+    """
+
+    def __init__(
+        self, device: ExportDevice, max_bytes: int, step_bytes: int, announce: Callable[[int, Chunk], None]
+    ) -> None:
+        self._device = device
+        self._max_bytes = max_bytes & -CHUNK_ALIGNMENT
+        self._step_bytes = step_bytes
+        self._announce = announce
+        self._changed = threading.Condition()
+        self._chunks: list[tuple[Chunk, Extents]] = []
+        self._blocked_until = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extents.nbytes for _, extents in self._chunks)
+
+    @property
+    def idle(self) -> bool:
+        """True while no slot is out."""
+        with self._changed:
+            return all(extents.idle for _, extents in self._chunks)
+
+    def allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
+        """One slot for each of ``sizes`` (bytes), growing where needed; None where the arena is full. Main thread only."""
+        with self._changed:
+            slots = self._try_allocate(sizes)
+        if slots is None and self._grow(sum(align(size) for size in sizes)):
+            with self._changed:
+                slots = self._try_allocate(sizes)
+        return slots
+
+    def wait_allocate(self, sizes: Sequence[int], timeout_s: float) -> list[Slot] | None:
+        """The same without growing, waiting for slots to come back. Any thread."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (slots := self._try_allocate(sizes)) is None:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or all(extents.idle for _, extents in self._chunks):
+                    return None
+                self._changed.wait(remaining)
+            return slots
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        with self._changed:
+            for slot in slots:
+                self._chunks[slot.arena][1].release(slot.offset)
+            self._changed.notify_all()
+
+    def _try_allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
+        """All of them or none."""
+        slots: list[Slot] = []
+        for size in sizes:
+            for number, (chunk, extents) in enumerate(self._chunks):
+                offset = extents.allocate(size)
+                if offset is not None:
+                    slots.append(Slot(number, offset, size, chunk.tensor[offset : offset + size]))
+                    break
+            else:
+                for slot in slots:
+                    self._chunks[slot.arena][1].release(slot.offset)
+                return None
+        return slots
+
+    def _grow(self, nbytes: int) -> bool:
+        """Add a chunk with room for ``nbytes``: twice that where the limit allows, so that the next output finds room too."""
+        left = self._max_bytes - self.nbytes
+        if nbytes > left or time.monotonic() < self._blocked_until:
+            return False
+        size = min(align(max(2 * nbytes, self._step_bytes), CHUNK_ALIGNMENT), left)
+        try:
+            chunk = self._device.allocate(size)
+        except (DeviceError, OSError, MemoryError) as error:
+            self._blocked_until = time.monotonic() + _RETRY_GROWTH_S
+            logger.warning("the arena stays at %d MiB: %s (setting arena_max_bytes)", self.nbytes >> 20, error)
+            return False
+        with self._changed:
+            self._announce(len(self._chunks), chunk)
+            self._chunks.append((chunk, Extents(size)))
+        logger.info("arena grew by %d MiB to %d MiB", size >> 20, self.nbytes >> 20)
+        return True
+
+    def close(self) -> None:
+        """Free every chunk. The packer must have closed its imports, or be gone."""
+        with self._changed:
+            chunks, self._chunks = self._chunks, []
+        for chunk, _ in chunks:
+            self._device.free(chunk)

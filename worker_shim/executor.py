@@ -1,0 +1,138 @@
+"""PackerDiffusionExecutor: the drop-in. vllm-omni's multi-process executor, whose worker outputs come from packers.
+
+Note [What starts when, and what ends it]
+start   compatibility check -> packers (managed) or connections (sidecar) -> engine sessions -> workers, which join the
+        session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
+end     vllm-omni's own shutdown (workers, then pumps) -> engine sessions -> packers. If the engine is killed instead, its
+        workers get vllm-omni's death signal and a managed packer sees its session end.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+import types
+from typing import Any
+
+from vllm_omni.diffusion.executor import multiproc_executor
+from vllm_omni.platforms import current_omni_platform
+
+from packer_service import transport
+from packer_service.config import Settings
+from packer_service.errors import PackerError, PackerUnavailable
+from worker_shim import compat
+from worker_shim.handoff import Handoff
+from worker_shim.log import get_logger
+from worker_shim.result_queue import Delivered, OnceQueue, PackerResultQueue
+from worker_shim.supervisor import Supervisor
+from worker_shim.worker import worker_main
+
+logger = get_logger(__name__)
+
+_REPLY_RANKS = frozenset({0})  # of request mode; the other ranks send no outputs
+
+
+class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
+    """Select it with ``distributed_executor_backend="worker_shim.PackerDiffusionExecutor"``.
+
+    Settings come from ``PACKER_*`` and ``additional_config={"packer": {...}}`` (see ``packer_service.config``); a bad one
+    raises SettingError. With no packer to be had it serves through vllm-omni's own path after one warning, or raises
+    PackerUnavailable where ``fallback="fail"``.
+    """
+
+    def _init_executor(self) -> None:
+        self._shutdown_lock = threading.RLock()
+        self._supervisor: Supervisor | None = None
+        self._packer_queues: list[PackerResultQueue] = []
+        self._handoff: Handoff | None = None
+        self._delivered = Delivered()
+        settings = Settings.load((self.od_config.additional_config or {}).get("packer"))
+        if self.od_config.step_execution:
+            logger.info("step mode: outputs take vllm-omni's own path")
+        else:
+            self._handoff = self._open_packers(settings)
+        try:
+            super()._init_executor()
+        except BaseException:
+            self._close_packers()
+            raise
+
+    def _open_packers(self, settings: Settings) -> Handoff | None:
+        """Have a packer for every GPU whose worker replies, and a session with each. None: vllm-omni's own path."""
+        try:
+            found = compat.problems()
+            if found:
+                raise PackerUnavailable("; ".join(found))
+            sockets, key = self._start_or_find(settings)
+            session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
+            by_device: dict[str, str] = {}
+            for socket in sockets:
+                channel, welcome = transport.connect(
+                    socket, key, "engine", session, timeout_s=settings.start_timeout_s
+                )
+                self._packer_queues.append(PackerResultQueue(channel, mac_key, self._delivered))
+                by_device[welcome.device_uuid] = socket
+                logger.info("outputs of %s (%s) go through packer %d", welcome.device_name, welcome.device_uuid, welcome.pid)
+        except (PackerError, OSError) as error:
+            self._close_packers()
+            if settings.fallback == "fail":
+                raise
+            logger.warning(
+                "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead", error
+            )
+            return None
+        return Handoff(settings, session, by_device, _REPLY_RANKS, key, mac_key)
+
+    def _start_or_find(self, settings: Settings) -> tuple[list[str], bytes]:
+        """The sockets of the packers, one a GPU, and their key."""
+        if settings.mode == "sidecar":
+            if not settings.sockets():
+                raise PackerUnavailable("mode is 'sidecar' and the setting socket names no packer's socket")
+            return settings.sockets(), settings.read_key()
+        kind = current_omni_platform.device_type
+        if kind not in ("cuda", "cpu") or (kind == "cuda" and not current_omni_platform.is_cuda()):
+            raise PackerUnavailable(f"the packer copies from NVIDIA GPUs, and this platform is {kind!r}")
+        self._supervisor = Supervisor(settings)
+        for rank in sorted(_REPLY_RANKS):
+            self._supervisor.start(f"cuda:{rank}" if kind == "cuda" else "host")
+        return [packer.socket for packer in self._supervisor.packers], self._supervisor.key
+
+    def _launch_workers(self, *args: Any, **kwargs: Any) -> Any:
+        """vllm-omni's own, run with a WorkerProc whose entry point is ours. Its module stays as it is."""
+        launch = multiproc_executor.MultiprocDiffusionExecutor._launch_workers
+        if self._handoff is None:
+            return launch(self, *args, **kwargs)
+        ours = types.SimpleNamespace(worker_main=functools.partial(worker_main, handoff=self._handoff))
+        namespace = {**launch.__globals__, "WorkerProc": ours}
+        rebound = types.FunctionType(launch.__code__, namespace, launch.__name__, launch.__defaults__, launch.__closure__)
+        return rebound(self, *args, **kwargs)
+
+    def _init_result_queue(self, result_handle: Any) -> Any:
+        own = super()._init_result_queue(result_handle)
+        return own if self._handoff is None else OnceQueue(own, self._delivered)
+
+    def _start_result_pump(self) -> None:
+        super()._start_result_pump()
+        for number, packer_queue in enumerate(self._packer_queues):
+            thread = threading.Thread(
+                target=self._result_pump, args=(packer_queue,), daemon=True, name=f"PackerResultPump-{number}"
+            )
+            self._result_pump_threads.append(thread)
+            thread.start()
+
+    def shutdown(self) -> None:
+        """End workers, pumps, sessions and packers, in that order. Idempotent; concurrent callers wait for the first."""
+        with self._shutdown_lock:
+            try:
+                super().shutdown()
+            finally:
+                self._close_packers()
+
+    def _close_packers(self) -> None:
+        queues, self._packer_queues = self._packer_queues, []
+        for packer_queue in queues:
+            packer_queue.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+            self._supervisor = None

@@ -1,0 +1,231 @@
+"""The worker's side of a device: memory that a packer can import, and the markers it waits for.
+
+Note [Timeline and streams]
+The timeline is one counter; value n means that the n-th export is complete. Two streams could write it out of order, and a
+wait for 5 would then be met by a 6 that came first. So a stream that did not write the last value first waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from packer_service.devices import cuda
+from packer_service.devices.cuda import call, driver, handle_bytes
+from packer_service.devices.host import TIMELINE_BYTES
+from packer_service.memory import SharedMemory
+
+
+class Chunk(NamedTuple):
+    """Device memory as the arena uses it: a flat uint8 ``tensor``, and what a packer needs to import it."""
+
+    tensor: torch.Tensor
+    handle: bytes
+    fd: int | None
+
+
+class Signal(NamedTuple):
+    """The marker of one export: the timeline value, and the handle of a CUDA IPC event where those are in use."""
+
+    value: int
+    event: bytes = b""
+
+
+class ExportDevice(Protocol):
+    """Where the worker's outputs are. One thread (the worker's main thread) allocates, copies and signals."""
+
+    kind: str
+    uuid: str
+    timeline: SharedMemory
+
+    def bind_thread(self) -> None: ...
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this device's memory."""
+        ...
+
+    def allocate(self, nbytes: int) -> Chunk: ...
+
+    def free(self, chunk: Chunk) -> None: ...
+
+    def signal(self) -> Signal:
+        """Mark what the current stream was given so far. The wait for it may start before or after this call."""
+        ...
+
+    def retire(self, signal: Signal) -> None:
+        """Nobody waits for ``signal`` any more."""
+        ...
+
+    def reached(self, value: int) -> bool:
+        """Whether the device has passed that signal, as the CPU sees it now."""
+        ...
+
+    @contextmanager
+    def after(self, value: int) -> Iterator[None]:
+        """Run torch work behind ``value`` on a stream of its own, and wait for it at the end. Any thread but the main one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostExportDevice:
+    """No GPU: memory is memfds, and a signal is a store."""
+
+    kind = "host"
+    uuid = "host"
+
+    def __init__(self) -> None:
+        self.timeline = SharedMemory.create("packer-timeline", TIMELINE_BYTES)
+        self._value = 0
+        self._chunks: dict[int, SharedMemory] = {}  # by address
+
+    def bind_thread(self) -> None:
+        pass
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def allocate(self, nbytes: int) -> Chunk:
+        memory = SharedMemory.create("packer-arena", nbytes)
+        tensor = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+        self._chunks[tensor.data_ptr()] = memory
+        return Chunk(tensor, b"", memory.fd)
+
+    def free(self, chunk: Chunk) -> None:
+        self._chunks.pop(chunk.tensor.data_ptr()).close()
+
+    def signal(self) -> Signal:
+        self._value += 1
+        struct.pack_into("<Q", self.timeline.buffer, 0, self._value)
+        return Signal(self._value)
+
+    def retire(self, signal: Signal) -> None:
+        pass
+
+    def reached(self, value: int) -> bool:
+        return value <= self._value
+
+    @contextmanager
+    def after(self, value: int) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        for memory in self._chunks.values():
+            memory.close()
+        self._chunks.clear()
+        self.timeline.close()
+
+
+class _ExportedMemory:
+    """A driver allocation as torch can look at it (the CUDA array interface)."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+class CudaExportDevice:
+    """One GPU. Arena memory comes from the driver, not from torch's allocator: expandable segments and sleep pools cannot
+    be exported, and a driver allocation is never moved or reused behind our back."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int, *, events: bool = False) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.init()
+        torch.cuda.set_device(self.device)
+        self._handle = call(driver.cuDeviceGet, index)
+        self._context = call(driver.cuDevicePrimaryCtxRetain, self._handle)
+        self.bind_thread()
+        self.uuid = cuda.device_uuid(self._handle)
+        self.timeline = SharedMemory.create("packer-timeline", TIMELINE_BYTES)
+        call(driver.cuMemHostRegister, self.timeline.address, TIMELINE_BYTES, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+        self._pointer = int(call(driver.cuMemHostGetDevicePointer, self.timeline.address, 0))
+        self._counter = ctypes.c_uint64.from_address(self.timeline.address)
+        self._value = 0
+        self._last_stream: int | None = None
+        self._use_events = events
+        self._idle_events: list[tuple[Any, bytes]] = []
+        self._busy_events: dict[bytes, Any] = {}
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def bind_thread(self) -> None:
+        call(driver.cuCtxSetCurrent, self._context)
+        torch.cuda.set_device(self.device)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def allocate(self, nbytes: int) -> Chunk:
+        pointer = int(call(driver.cuMemAlloc, nbytes))
+        try:
+            handle = handle_bytes(call(driver.cuIpcGetMemHandle, pointer))
+            tensor = torch.as_tensor(_ExportedMemory(pointer, nbytes), device=self.device)
+        except BaseException:
+            driver.cuMemFree(pointer)
+            raise
+        return Chunk(tensor, handle, None)
+
+    def free(self, chunk: Chunk) -> None:
+        call(driver.cuMemFree, chunk.tensor.data_ptr())
+
+    def signal(self) -> Signal:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream != self._last_stream and self._last_stream is not None:  # Note [Timeline and streams]
+            flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+            call(driver.cuStreamWaitValue64, stream, self._pointer, self._value, flags)
+        self._last_stream = stream
+        call(driver.cuStreamWriteValue64, stream, self._pointer, self._value + 1, 0)
+        self._value += 1
+        return Signal(self._value, self._record_event(stream) if self._use_events else b"")
+
+    def _record_event(self, stream: int) -> bytes:
+        if self._idle_events:
+            event, handle = self._idle_events.pop()
+        else:
+            flags = driver.CUevent_flags.CU_EVENT_INTERPROCESS | driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            event = call(driver.cuEventCreate, flags)
+            handle = handle_bytes(call(driver.cuIpcGetEventHandle, event))
+        call(driver.cuEventRecord, event, stream)
+        self._busy_events[handle] = event  # must live until its importer is done with it
+        return handle
+
+    def retire(self, signal: Signal) -> None:
+        if signal.event:
+            self._idle_events.append((self._busy_events.pop(signal.event), signal.event))
+
+    def reached(self, value: int) -> bool:
+        return self._counter.value >= value
+
+    @contextmanager
+    def after(self, value: int) -> Iterator[None]:
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self.device)
+        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        call(driver.cuStreamWaitValue64, self._side_stream.cuda_stream, self._pointer, value, flags)
+        with torch.cuda.stream(self._side_stream):
+            yield
+        self._side_stream.synchronize()
+
+    def close(self) -> None:
+        for event in (*(event for event, _ in self._idle_events), *self._busy_events.values()):
+            driver.cuEventDestroy(event)
+        call(driver.cuMemHostUnregister, self.timeline.address)
+        self.timeline.close()
+        call(driver.cuDevicePrimaryCtxRelease, self._handle)
+
+
+def open_export_device(device: torch.device, *, events: bool) -> ExportDevice:
+    """The export side of the worker's device. DeviceError where it cannot export."""
+    if device.type == "cuda":
+        return CudaExportDevice(device.index or 0, events=events)
+    return HostExportDevice()

@@ -1,0 +1,235 @@
+"""An output taken apart and put together: its arrays, and the skeleton they were in.
+
+The skeleton is a pickle in which every tensor and every plain numpy array is a numbered placeholder, next to a table that
+says of each array what it is and where its bytes are: in a piece that went through the device, in the memfd of host
+arrays, or right here when it is tiny. It is pickled in the worker and unpickled in the engine, and only if it carries the
+MAC of that engine's own worker: whoever carries it in between cannot make one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from packer_service.extents import align
+
+INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
+ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
+_MAX_DEPTH = 12
+
+
+class Place(NamedTuple):
+    """Where a device array was staged: the piece, and the offset in it."""
+
+    piece: int
+    offset: int
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """One array: numpy or torch, its dtype by name, its shape, and where its bytes are."""
+
+    kind: Literal["torch", "numpy"]
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    piece: int = -1  # of the device; -1: not there
+    offset: int = -1  # in the piece, or in the host memfd; -1: neither
+    inline: bytes = b""
+
+
+class _Payload(msgspec.Struct, frozen=True, array_like=True):
+    arrays: tuple[ArraySpec, ...]
+    pickled: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Payload).decode
+
+
+class HostArrays:
+    """The host arrays of one output, laid out one behind the other; ``write_into`` copies each exactly once."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._arrays: list[tuple[int, np.ndarray]] = []  # (offset, uint8)
+
+    def add(self, array: np.ndarray) -> int:
+        """Reserve room for a flat uint8 array; its offset."""
+        offset = self.nbytes
+        self._arrays.append((offset, array))
+        self.nbytes = align(offset + array.nbytes, ARRAY_ALIGNMENT)
+        return offset
+
+    def write_into(self, buffer: Any) -> None:
+        target = np.frombuffer(buffer, np.uint8)
+        for offset, array in self._arrays:
+            target[offset : offset + array.nbytes] = array
+
+
+def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """The tensors in the containers and dataclasses of ``output`` that ``wanted`` accepts, each object once, in order.
+
+    Looks into dicts, lists, tuples and dataclasses: what vllm-omni's own packing looks into, and media. A tensor hidden
+    elsewhere is found when the skeleton is pickled.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(value: object, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if is_plain_tensor(value) and wanted(value):
+                found.setdefault(id(value), value)
+            return
+        children: Any
+        if isinstance(value, dict):
+            children = value.values()
+        elif isinstance(value, (list, tuple)):
+            children = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            children = vars(value).values() if hasattr(value, "__dict__") else ()
+        else:
+            return
+        if depth >= _MAX_DEPTH or id(value) in seen:
+            return
+        seen.add(id(value))
+        for child in children:
+            if child is not None and type(child) not in _LEAVES:
+                visit(child, depth + 1)
+
+    visit(output, 0)
+    return list(found.values())
+
+
+_LEAVES = frozenset({str, int, float, bool, bytes})
+
+
+def is_plain_tensor(value: object) -> bool:
+    """A strided tensor with bytes of its own, of torch's own classes; subclasses know better how they pickle."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_meta  # type: ignore[attr-defined]
+        and not value.is_quantized  # type: ignore[attr-defined]
+    )
+
+
+def _is_plain_ndarray(value: object) -> bool:
+    return type(value) is np.ndarray and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything but arrays."""
+
+    def __init__(self, file: io.BytesIO, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.specs: list[ArraySpec] = []
+        self.host = HostArrays()
+        self._staged = staged
+        self._to_host = to_host
+        self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []  # an id names an object only while that object lives
+
+    def persistent_id(self, value: object) -> int | None:
+        if not (isinstance(value, torch.Tensor) and is_plain_tensor(value)) and not _is_plain_ndarray(value):
+            return None
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.specs)
+            self._alive.append(value)
+            spec = self._tensor(value) if isinstance(value, torch.Tensor) else self._ndarray(value)  # type: ignore[arg-type]
+            self.specs.append(spec)
+        return number
+
+    def _tensor(self, tensor: torch.Tensor) -> ArraySpec:
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        nbytes = tensor.numel() * tensor.element_size()
+        place = self._staged.get(id(tensor))
+        if place is not None:
+            return ArraySpec("torch", dtype, shape, nbytes, place.piece, place.offset)
+        return self._on_host(ArraySpec("torch", dtype, shape, nbytes), flat_bytes(self._to_host(tensor)).numpy())
+
+    def _ndarray(self, array: np.ndarray) -> ArraySpec:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+        return self._on_host(ArraySpec("numpy", array.dtype.str, array.shape, array.nbytes), flat)
+
+    def _on_host(self, spec: ArraySpec, flat: np.ndarray) -> ArraySpec:
+        if spec.nbytes <= INLINE_BYTES:
+            return msgspec.structs.replace(spec, inline=flat.tobytes())
+        return msgspec.structs.replace(spec, offset=self.host.add(flat))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values, densely and in order, as flat uint8; a view where the layout allows, a copy otherwise."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def dump(
+    output: object, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[bytes, HostArrays]:
+    """The payload of ``output``, and the host arrays that go with it.
+
+    ``staged`` says by ``id()`` where each staged tensor is; ``to_host`` brings any other tensor to the host. Raises what
+    pickling raises.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, staged, to_host)
+    pickler.dump(output)
+    return _encode(_Payload(tuple(pickler.specs), file.getvalue())), pickler.host
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, arrays: list[Any]) -> None:
+        super().__init__(file)
+        self._arrays = arrays
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._arrays[number]
+
+
+def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], bytes]:
+    """The table of arrays and the pickle of a payload whose MAC was checked."""
+    decoded = _decode(payload)
+    return decoded.arrays, decoded.pickled
+
+
+def load(specs: tuple[ArraySpec, ...], pickled: bytes, device_bytes: Callable[[ArraySpec], torch.Tensor], host: Any) -> Any:
+    """Put the output together. ``device_bytes`` gives the flat uint8 tensor of a staged array; ``host`` is the host buffer."""
+
+    def build(spec: ArraySpec) -> Any:
+        if spec.piece >= 0:
+            return tensor_from_bytes(device_bytes(spec), spec)
+        flat = (
+            np.frombuffer(host, np.uint8, spec.nbytes, spec.offset)
+            if spec.offset >= 0
+            else np.frombuffer(bytearray(spec.inline), np.uint8)
+        )
+        if spec.kind == "numpy":
+            return flat.view(np.dtype(spec.dtype)).reshape(spec.shape)
+        return tensor_from_bytes(torch.from_numpy(flat), spec)
+
+    return _Unpickler(io.BytesIO(pickled), [build(spec) for spec in specs]).load()
+
+
+def tensor_from_bytes(flat: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    """``flat`` (uint8, exactly the array's bytes) seen as the array it is."""
+    dtype = getattr(torch, spec.dtype)
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=dtype)
+    return flat.view(dtype).view(spec.shape)
+
+
+def mac(key: bytes, output: str, payload: bytes | memoryview) -> bytes:
+    """What only the engine and its own workers can make: HMAC-SHA256 over the output's id and its payload."""
+    digest = hmac.new(key, output.encode() + b"\0", hashlib.sha256)
+    digest.update(payload)
+    return digest.digest()

@@ -1,0 +1,196 @@
+"""PackerWorkerProc: vllm-omni's worker process, with its outputs leaving through the exporter.
+
+Note [Nothing may raise after COMPUTE_DONE]
+The busy loop would answer an rpc_id that is gone, and the request would wait for its timeout. So what can fail early is
+done before, and what fails later is caught, sent as OUTPUT_READY with an error, and counted as done.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
+from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
+from vllm_omni.diffusion.worker import diffusion_worker
+from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
+from vllm_omni.platforms import current_omni_platform
+
+from packer_service.errors import PackerError, PackerUnavailable
+from worker_shim.export import Exporter, Staged
+from worker_shim.export_device import open_export_device
+from worker_shim.handoff import Handoff
+from worker_shim.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class _OwnPath(NamedTuple):
+    """An output that goes vllm-omni's own way: packed into named SHM here, sent through the worker's own result queue."""
+
+    output_id: str
+    output: object
+    event: Any = None  # after which it is complete on the device
+
+
+class _HandedBack(NamedTuple):
+    staged: Staged
+    reason: str
+
+
+class PackerWorkerProc(diffusion_worker.WorkerProc):
+    """Overrides what happens to an output after the forward, and nothing else. ``handoff`` is set by ``worker_main``."""
+
+    handoff: Handoff
+    exporter: Exporter | None = None
+
+    def _create_worker(self, gpu_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The worker as vllm-omni makes it, then the connection: the device exists now, and the export thread not yet."""
+        worker = super()._create_worker(gpu_id, *args, **kwargs)
+        if gpu_id in self.handoff.ranks:
+            try:
+                self.exporter = self._open_exporter(gpu_id)
+            except (PackerError, OSError) as error:
+                if self.handoff.settings.fallback == "fail":
+                    worker.shutdown()
+                    raise
+                logger.warning(
+                    "packer: worker %d serves through vllm-omni's own output path: %s."
+                    " The setting fallback='fail' refuses instead",
+                    gpu_id,
+                    error,
+                )
+        return worker
+
+    def _open_exporter(self, gpu_id: int) -> Exporter:
+        handoff = self.handoff
+        device = open_export_device(self._torch_device, events=handoff.settings.event == "ipc")
+        try:
+            socket = handoff.sockets.get(device.uuid)
+            if socket is None:
+                raise PackerUnavailable(
+                    f"no packer serves {device.uuid}, where worker {gpu_id} runs; there are packers for"
+                    f" {', '.join(handoff.sockets)}: see the setting socket"
+                )
+            exporter = Exporter(
+                handoff.settings,
+                device,
+                socket=socket,
+                key=handoff.key,
+                session=handoff.session,
+                mac_key=handoff.mac_key,
+                on_settled=self._settled,
+                on_handed_back=lambda staged, reason: self._async_output_queue.put(_HandedBack(staged, reason)),
+            )
+        except BaseException:
+            device.close()
+            raise
+        logger.info("worker %d exports its outputs to the packer at %s", gpu_id, socket)
+        return exporter
+
+    # -- main thread ---------------------------------------------------------------------------------------------------
+
+    def _return_result(self, output: Any, rpc_id: str | None = None) -> None:
+        if (
+            self.result_mq is None
+            or self.od_config.step_execution
+            or not isinstance(output, (DiffusionOutput, BatchRunnerOutput))
+        ):
+            super()._return_result(output, rpc_id)
+            return
+        output_id = self._generate_async_output_id()
+        job: Staged | _OwnPath | None = None
+        if self.exporter is not None:
+            job = self.exporter.stage(output, output_id)
+        if job is None:
+            job = _OwnPath(output_id, output, current_omni_platform.record_device_event())
+        with self._async_output_done:
+            self._async_output_pending += 1
+        # See Note [Nothing may raise after COMPUTE_DONE]
+        self._async_output_queue.put(job)
+        self._enqueue_result(
+            AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=rpc_id, async_output_id=output_id)
+        )
+
+    # -- export thread -------------------------------------------------------------------------------------------------
+
+    def _async_output_loop(self) -> None:
+        """Started by vllm-omni as its packing thread; ends at the None its shutdown sends."""
+        if self.exporter is not None:
+            self.exporter.device.bind_thread()
+        while (job := self._async_output_queue.get()) is not None:
+            output_id = job.staged.output_id if isinstance(job, _HandedBack) else job.output_id
+            try:
+                if isinstance(job, Staged):
+                    assert self.exporter is not None
+                    self.exporter.submit(job)
+                elif isinstance(job, _HandedBack):
+                    self._send_handed_back(job)
+                else:
+                    self._send_own_path(job)
+                    self._settled(output_id)
+            except Exception as error:
+                logger.exception("output %s failed after its forward", output_id)
+                self._send_error(output_id, f"the output could not be handed over: {type(error).__name__}: {error}")
+                if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
+                    self._settled(output_id)
+
+    def _send_handed_back(self, job: _HandedBack) -> None:
+        """The packer could not: rebuild the output from where it was staged, and pack it here."""
+        assert self.exporter is not None
+        staged = job.staged
+        logger.warning("output %s takes vllm-omni's own path: %s", staged.output_id, job.reason)
+        try:
+            with self.exporter.device.after(staged.signal.value):
+                output = self.exporter.rebuild(staged)
+            self._send_own_path(_OwnPath(staged.output_id, output))
+        finally:
+            self.exporter.release(staged)
+        self._settled(staged.output_id)
+
+    def _send_own_path(self, job: _OwnPath) -> None:
+        stream = self._side_stream
+        if stream is not None and job.event is not None:
+            stream.wait_event(job.event)
+        output = pack_diffusion_output_shm(job.output, d2h_stream=stream)
+        if stream is not None:
+            stream.synchronize()
+        self._enqueue_result(
+            AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
+        )
+
+    @functools.cached_property
+    def _torch_device(self) -> torch.device:
+        return current_omni_platform.get_torch_device(self.gpu_id)
+
+    @functools.cached_property
+    def _side_stream(self) -> Any:
+        return None if self._torch_device.type == "cpu" else torch.Stream(self._torch_device)
+
+    def _send_error(self, output_id: str, error: str) -> None:
+        self._enqueue_result(
+            AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id, error=error)
+        )
+
+    def _settled(self, output_id: str) -> None:
+        """Nothing of this output is in flight any more: ``drain_async_outputs`` waits for this."""
+        with self._async_output_done:
+            self._async_output_pending -= 1
+            self._async_output_done.notify_all()
+
+    def shutdown(self) -> None:
+        self.drain_async_outputs()
+        try:
+            super().shutdown()
+        finally:
+            if self.exporter is not None:
+                self.exporter.close()
+                self.exporter = None
+
+
+def worker_main(*args: Any, handoff: Handoff, **kwargs: Any) -> None:
+    """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only."""
+    main = diffusion_worker.WorkerProc.worker_main
+    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff})  # type: ignore[misc]
+    main(*args, **kwargs)
