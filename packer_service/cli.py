@@ -27,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
 def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each of the settings ``names``; it receives those that were given as ``given``."""
 
@@ -66,7 +67,9 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
 @_with_settings(PACKER_SETTINGS)
 def serve(
     given: dict[str, str],
-    managed: Annotated[bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")] = False,
+    managed: Annotated[
+        bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")
+    ] = False,
     ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
 ) -> None:
     """Run a packer on one device until it is told to stop."""

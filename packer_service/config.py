@@ -34,7 +34,19 @@ PACKER_SETTINGS = (
     "log_level",
 )
 
-_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "k": KIB, "m": MIB, "g": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 def _setting(default: Any, text: str, **bounds: Any) -> Any:
@@ -59,14 +71,21 @@ class Settings:
     arena_max_bytes: int = _setting(
         4 * GIB, "device memory that one worker may stage outputs in", kind="bytes", least=2 * MIB
     )
-    arena_step_bytes: int = _setting(256 * MIB, "how much the arena grows at least, at a time", kind="bytes", least=2 * MIB)
+    arena_step_bytes: int = _setting(
+        256 * MIB, "how much the arena grows at least, at a time", kind="bytes", least=2 * MIB
+    )
     overflow_max_bytes: int = _setting(
         2 * GIB, "outputs that may wait beside a full arena, as clones in torch's own memory", kind="bytes", least=0
     )
     wait_s: float = _setting(
-        2.0, "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path", least=0.0, most=600.0
+        2.0,
+        "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
+        least=0.0,
+        most=600.0,
     )
-    start_timeout_s: float = _setting(30.0, "how long a packer may take to start, or to be reached", least=0.1, most=600.0)
+    start_timeout_s: float = _setting(
+        30.0, "how long a packer may take to start, or to be reached", least=0.1, most=600.0
+    )
     # -- where they meet --
     socket: str = _setting(
         "", "the packer's socket; for a sidecar the sockets of all its GPUs, separated by commas", kind="text"
@@ -81,13 +100,15 @@ class Settings:
         kind="bytes",
         least=0,
     )
-    pool_step_bytes: int = _setting(256 * MIB, "how much the pool grows at least, at a time", kind="bytes", least=2 * MIB)
-    exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
-    handshake_timeout_s: float = _setting(5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0)
-    max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
-    allowed_uids: str = _setting(
-        "", "uids that may connect beside the packer's own, separated by commas", kind="text"
+    pool_step_bytes: int = _setting(
+        256 * MIB, "how much the pool grows at least, at a time", kind="bytes", least=2 * MIB
     )
+    exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
+    handshake_timeout_s: float = _setting(
+        5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0
+    )
+    max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
+    allowed_uids: str = _setting("", "uids that may connect beside the packer's own, separated by commas", kind="text")
     log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -147,8 +168,9 @@ def environment_name(setting: str) -> str:
 
 def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
     """``value`` as the setting's type, within its bounds."""
-    choices, least, most = (spec.metadata.get(key) for key in ("choices", "least", "most"))
-    default = spec.default
+    facts: Mapping[str, Any] = spec.metadata
+    choices, most, default = facts.get("choices"), facts.get("most"), spec.default
+    least: Any = facts.get("least")
     if choices is not None or isinstance(default, str):
         allowed = " or ".join(map(repr, choices)) if choices else "text"
         if not isinstance(value, str) or (choices and value not in choices):
@@ -169,7 +191,7 @@ def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
             number = type(default)(value)
             if isinstance(default, int) and float(value) != number:
                 raise ValueError
-        if not (least <= number and (most is None or number <= most)):
+        if not (number >= least and (most is None or number <= most)):  # NaN is neither
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise SettingError(f"{source} is {value!r}; allowed is {bounds}") from None

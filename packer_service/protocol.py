@@ -45,14 +45,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of everything on the wire."""
 
 
-class Challenge(Message):
+class Challenge(Message, frozen=True):
     """Packer to anyone who connects: prove that you have the key."""
 
     version: int
     nonce: Nonce
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """The answer: who I am, and the proof. ``session`` is the engine's; its workers join it."""
 
     version: int
@@ -63,7 +63,7 @@ class Hello(Message):
     device_uuid: Text = ""
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The packer's own proof, and what it serves."""
 
     proof: Digest
@@ -73,17 +73,17 @@ class Welcome(Message):
     pid: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """No: ``reason`` is a sentence for a person."""
 
     reason: Text
 
 
-class MapTimeline(Message):
+class MapTimeline(Message, frozen=True):
     """Worker to packer, with the memfd of its timeline page."""
 
 
-class MapArena(Message):
+class MapArena(Message, frozen=True):
     """Worker to packer: import one chunk of the arena. ``handle`` is a CUDA IPC handle; a host chunk is the attached memfd."""
 
     arena: Number
@@ -91,13 +91,13 @@ class MapArena(Message):
     handle: Handle = b""
 
 
-class UnmapArena(Message):
+class UnmapArena(Message, frozen=True):
     """Worker to packer: close that import; the worker frees the chunk when ``Unmapped`` comes."""
 
     arena: Number
 
 
-class Unmapped(Message):
+class Unmapped(Message, frozen=True):
     arena: Number
 
 
@@ -109,7 +109,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
-class Export(Message):
+class Export(Message, frozen=True):
     """Worker to packer: copy these once the timeline has reached ``ready`` (or once the CUDA IPC ``event`` is done)."""
 
     output: OutputId
@@ -118,7 +118,7 @@ class Export(Message):
     event: Handle = b""
 
 
-class Skeleton(Message):
+class Skeleton(Message, frozen=True):
     """Worker to packer: what the engine needs to rebuild the output; opaque to the packer.
 
     With ``host_nbytes``, a memfd of the worker's is attached and goes on to the engine; the last
@@ -132,14 +132,14 @@ class Skeleton(Message):
     payload_in_host: Number = 0
 
 
-class Withdraw(Message):
+class Withdraw(Message, frozen=True):
     """Worker to packer: forget this output; it will never be ready, or went another way. ``error`` reaches the engine."""
 
     output: OutputId
     error: Text = ""
 
 
-class Probe(Message):
+class Probe(Message, frozen=True):
     """Worker to packer at the start: can you wait for my marker and read my memory? Answered by ``Probed``."""
 
     ready: Number
@@ -147,27 +147,27 @@ class Probe(Message):
     event: Handle = b""
 
 
-class Probed(Message):
+class Probed(Message, frozen=True):
     """SHA-256 of the bytes the packer read, or why it could not."""
 
     digest: bytes = b""
     error: Text = ""
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """Packer to worker: the engine has this output; its slots are yours again."""
 
     output: OutputId
 
 
-class Nack(Message):
+class Nack(Message, frozen=True):
     """Packer to worker: this output cannot go this way; the slots are yours again."""
 
     output: OutputId
     reason: Text
 
 
-class Segment(Message):
+class Segment(Message, frozen=True):
     """Packer to engine, with the memfd: one segment of the pool, yours alone."""
 
     segment: Number
@@ -183,7 +183,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
-class OutputReady(Message):
+class OutputReady(Message, frozen=True):
     """Packer to engine: one lease for each piece, in order, and the skeleton as the worker sent it. Or an error."""
 
     output: OutputId
@@ -195,7 +195,7 @@ class OutputReady(Message):
     error: Text = ""
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Engine to packer: these leases are yours again."""
 
     leases: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)]
@@ -215,7 +215,9 @@ def encode(message: Message) -> bytes:
     """The message's bytes. ProtocolError where they do not fit a datagram."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes exceeds the {MAX_MESSAGE_BYTES} of a message")
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(data)} bytes exceeds the {MAX_MESSAGE_BYTES} of a message"
+        )
     return data
 
 
@@ -227,7 +229,7 @@ class Decoder:
 
     def __call__(self, data: bytes) -> Message:
         try:
-            return self._decode(data)  # type: ignore[no-any-return]
+            return self._decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"{len(data)} bytes from a peer are no message allowed here: {error}") from error
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """One packer on one device. ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends it.
+    """One packer on one device: ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends.
 
     ``_changed`` guards the sessions; every connection has one thread.
     """
@@ -197,7 +197,9 @@ class Server:
             if engine is None:
                 channel.close()
                 return
-            worker = WorkerSession(f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings)
+            worker = WorkerSession(
+                f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings
+            )
             self._workers.add(worker)
         logger.info("worker %s connected", worker.name)
         try:

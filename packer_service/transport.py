@@ -88,13 +88,20 @@ class Channel:
             raise PeerClosed(f"the connection broke: {error}") from error
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ProtocolError(f"a message exceeds {protocol.MAX_MESSAGE_BYTES} bytes or {protocol.MAX_FDS} descriptor")
+                raise ProtocolError(
+                    f"a message exceeds {protocol.MAX_MESSAGE_BYTES} bytes or {protocol.MAX_FDS} descriptor"
+                )
             if not data:
                 raise PeerClosed("the peer closed the connection")
             return self.decoder(data), list(fds)
         except BaseException:
             close_fds(list(fds))
             raise
+
+    @property
+    def peer_pid(self) -> int:
+        """The pid of the process at the other end, as this pid namespace sees it (SO_PEERCRED)."""
+        return peer_credentials(self._socket)[0]
 
     def finish(self) -> None:
         """Say that nothing more will be sent; the peer's last messages can still be received."""
@@ -115,9 +122,10 @@ class Channel:
         self._socket.close()
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The uid the kernel recorded for the process that connected (SO_PEERCRED)."""
-    return cast(int, _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) that the kernel recorded for the process at the other end (SO_PEERCRED)."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
 
 
 def _set_timeout(sock: socket.socket, timeout_s: float) -> None:
@@ -158,18 +166,23 @@ def accept(
     channel = Channel(sock, protocol.from_client)
     try:
         _set_timeout(sock, timeout_s)
-        uid = peer_uid(sock)
+        _, uid = peer_credentials(sock)
         if uid not in uids:
             raise HandshakeError(f"uid {uid} is not allowed to connect: add it to the setting allowed_uids")
         challenge = Challenge(protocol.VERSION, os.urandom(32))
         channel.send(challenge)
         hello = cast(Hello, _expect(channel, Hello))
         if hello.version != protocol.VERSION:
-            raise _refuse(channel, f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}: run the same release on both sides")
+            raise _refuse(
+                channel,
+                f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}: run the same release on both sides",
+            )
         if not hmac.compare_digest(
             hello.proof, protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
         ):
-            raise _refuse(channel, "the key is not this packer's: give both sides the same file in the setting key_file")
+            raise _refuse(
+                channel, "the key is not this packer's: give both sides the same file in the setting key_file"
+            )
         try:
             welcome = admit(hello, protocol.server_proof(key, challenge, hello.nonce))
         except HandshakeError as error:

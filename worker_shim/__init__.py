@@ -16,7 +16,9 @@ __all__ = ["PackerDiffusionExecutor"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PackerDiffusionExecutor":  # imported when asked for: it needs vllm-omni, and most of this package does not
+    if (
+        name == "PackerDiffusionExecutor"
+    ):  # imported when asked for: it needs vllm-omni, and most of this package does not
         from worker_shim.executor import PackerDiffusionExecutor
 
         return PackerDiffusionExecutor

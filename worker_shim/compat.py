@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import types
+from typing import Any
 
 SUPPORTED = ("0.30",)  # vllm-omni's releases, major.minor
 
@@ -23,7 +24,11 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (f"{_EXECUTOR}._start_result_pump", ("self",), ("_result_pump_threads", "_result_mqs")),
     (f"{_EXECUTOR}._result_pump", ("self", "result_mq"), ("dequeue", "_finish_output", "_batch_split_map")),
     (f"{_EXECUTOR}.shutdown", ("self",), ("_result_pump_threads", "_pump_stop")),
-    (f"{_WORKER}.__init__", ("self", "od_config", "gpu_id"), ("_create_worker", "_async_output_loop", "_async_output_queue")),
+    (
+        f"{_WORKER}.__init__",
+        ("self", "od_config", "gpu_id"),
+        ("_create_worker", "_async_output_loop", "_async_output_queue"),
+    ),
     (f"{_WORKER}._create_worker", ("self", "gpu_id"), ()),
     (f"{_WORKER}._return_result", ("self", "output", "rpc_id"), ("_async_output_queue", "_async_output_pending")),
     (f"{_WORKER}._async_output_loop", ("self",), ("_async_output_pending", "_async_output_done")),
@@ -54,7 +59,7 @@ def problems(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = H
 def _missing(where: str, parameters: tuple[str, ...], names: tuple[str, ...]) -> str:
     module, _, path = where.partition(":")
     try:
-        target = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in path.split("."):
             target = getattr(target, part)
         takes = set(inspect.signature(target).parameters)

@@ -24,7 +24,8 @@ from packer_service.errors import PackerError, PackerUnavailable
 from worker_shim import compat
 from worker_shim.handoff import Handoff
 from worker_shim.log import get_logger
-from worker_shim.result_queue import Delivered, OnceQueue, PackerResultQueue
+from worker_shim.receiver import Delivered
+from worker_shim.result_queue import OnceQueue, PackerResultQueue
 from worker_shim.supervisor import Supervisor
 from worker_shim.worker import worker_main
 
@@ -59,29 +60,36 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             raise
 
     def _open_packers(self, settings: Settings) -> Handoff | None:
-        """Have a packer for every GPU whose worker replies, and a session with each. None: vllm-omni's own path."""
+        """Have a packer for every GPU whose worker replies, and a session with each.
+
+        With none to be had, a Handoff in which no rank exports: our worker packs outputs vllm-omni's own way, on any device.
+        None where vllm-omni is not one we know: it is left wholly alone.
+        """
+        known = False
         try:
             found = compat.problems()
             if found:
                 raise PackerUnavailable("; ".join(found))
+            known = True
             sockets, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
             by_device: dict[str, str] = {}
             for socket in sockets:
-                channel, welcome = transport.connect(
-                    socket, key, "engine", session, timeout_s=settings.start_timeout_s
-                )
+                channel, welcome = transport.connect(socket, key, "engine", session, timeout_s=settings.start_timeout_s)
                 self._packer_queues.append(PackerResultQueue(channel, mac_key, self._delivered))
                 by_device[welcome.device_uuid] = socket
-                logger.info("outputs of %s (%s) go through packer %d", welcome.device_name, welcome.device_uuid, welcome.pid)
+                logger.info(
+                    "outputs of %s (%s) go through packer %d", welcome.device_name, welcome.device_uuid, welcome.pid
+                )
         except (PackerError, OSError) as error:
             self._close_packers()
             if settings.fallback == "fail":
                 raise
             logger.warning(
-                "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead", error
+                "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
+                error,
             )
-            return None
+            return Handoff(settings, "", {}, frozenset(), b"", b"") if known else None
         return Handoff(settings, session, by_device, _REPLY_RANKS, key, mac_key)
 
     def _start_or_find(self, settings: Settings) -> tuple[list[str], bytes]:
@@ -98,6 +106,11 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._supervisor.start(f"cuda:{rank}" if kind == "cuda" else "host")
         return [packer.socket for packer in self._supervisor.packers], self._supervisor.key
 
+    @property
+    def packer_pids(self) -> list[int]:
+        """The packers that serve this executor; none where outputs take vllm-omni's own path."""
+        return [packer_queue.packer_pid for packer_queue in self._packer_queues if not packer_queue.broken]
+
     def _launch_workers(self, *args: Any, **kwargs: Any) -> Any:
         """vllm-omni's own, run with a WorkerProc whose entry point is ours. Its module stays as it is."""
         launch = multiproc_executor.MultiprocDiffusionExecutor._launch_workers
@@ -105,7 +118,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             return launch(self, *args, **kwargs)
         ours = types.SimpleNamespace(worker_main=functools.partial(worker_main, handoff=self._handoff))
         namespace = {**launch.__globals__, "WorkerProc": ours}
-        rebound = types.FunctionType(launch.__code__, namespace, launch.__name__, launch.__defaults__, launch.__closure__)
+        rebound = types.FunctionType(
+            launch.__code__, namespace, launch.__name__, launch.__defaults__, launch.__closure__
+        )
         return rebound(self, *args, **kwargs)
 
     def _init_result_queue(self, result_handle: Any) -> Any:

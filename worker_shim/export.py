@@ -36,7 +36,9 @@ from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
 
 logger = get_logger(__name__)
 
-OWN_PIECE_BYTES = 1 << 20  # an array this large is a piece of its own, and so a lease of its own; smaller ones share one
+OWN_PIECE_BYTES = (
+    1 << 20
+)  # an array this large is a piece of its own, and so a lease of its own; smaller ones share one
 PROBE_BYTES = 1 << 16
 
 
@@ -135,7 +137,9 @@ class Exporter:
         tensors = skeleton.find_tensors(output, self.device.owns)
         places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
-            logger.warning("output %s has %d large arrays; at most %d go to the packer", output_id, len(sizes), protocol.MAX_PIECES)
+            logger.warning(
+                "output %s has %d large arrays; at most %d go to the packer", output_id, len(sizes), protocol.MAX_PIECES
+            )
             return None
         slots = self._arena.allocate(sizes)
         overflow = 0
@@ -328,7 +332,7 @@ class Exporter:
             self._on_handed_back(staged, reason)
 
     def rebuild(self, staged: Staged) -> Any:
-        """The output itself, over its slots or clones: what ``submit`` took apart. Complete once the device is past its signal."""
+        """The output itself, over its slots or clones. Its bytes are complete once the device is past its signal."""
         specs, pickled = skeleton.array_specs(staged.payload)
 
         def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:

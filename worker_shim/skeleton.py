@@ -202,7 +202,9 @@ def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], byt
     return decoded.arrays, decoded.pickled
 
 
-def load(specs: tuple[ArraySpec, ...], pickled: bytes, device_bytes: Callable[[ArraySpec], torch.Tensor], host: Any) -> Any:
+def load(
+    specs: tuple[ArraySpec, ...], pickled: bytes, device_bytes: Callable[[ArraySpec], torch.Tensor], host: Any
+) -> Any:
     """Put the output together. ``device_bytes`` gives the flat uint8 tensor of a staged array; ``host`` is the host buffer."""
 
     def build(spec: ArraySpec) -> Any:

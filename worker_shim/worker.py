@@ -192,5 +192,5 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 def worker_main(*args: Any, handoff: Handoff, **kwargs: Any) -> None:
     """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only."""
     main = diffusion_worker.WorkerProc.worker_main
-    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff})  # type: ignore[misc]
+    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff})
     main(*args, **kwargs)

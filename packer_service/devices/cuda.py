@@ -52,7 +52,8 @@ def handle_from(kind: Any, data: bytes) -> Any:
 
 def device_uuid(device: Any) -> str:
     """The GPU's UUID as nvidia-smi prints it; the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
-    digits = ctypes.string_at(call(driver.cuDeviceGetUuid, device).getPtr(), 16).hex()
+    uuid = call(driver.cuDeviceGetUuid, device)  # owns the bytes that getPtr points to
+    digits = ctypes.string_at(uuid.getPtr(), 16).hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
@@ -170,7 +171,7 @@ class CudaDevice:
         if index >= count:
             raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
         self._device = call(driver.cuDeviceGet, index)
-        flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC | driver.CUctx_flags.CU_CTX_MAP_HOST
+        flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC
         call(driver.cuDevicePrimaryCtxSetFlags, self._device, flags)
         self._context = call(driver.cuDevicePrimaryCtxRetain, self._device)
         self.bind_thread()

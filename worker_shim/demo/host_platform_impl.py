@@ -1,4 +1,4 @@
-"""The vllm-omni platform of a machine with no GPU; see worker_shim.host_platform, which registers it.
+"""The vllm-omni platform of a machine with no GPU; see worker_shim.demo.host_platform, which registers it.
 
 vLLM's own CPU platform, with the answers added that vllm-omni's diffusion worker asks of an accelerator: there is one
 device, it is the host, everything on it has already happened, and its memory is the machine's. It imports vllm_omni, so

@@ -3,11 +3,11 @@
 vllm-omni ships no platform for a CPU but loads platforms from outside its tree, by entry point. `write_plugin` writes
 such an entry point, as an installed package would have it, into a directory of the caller's; a process that has this
 directory on its path and VLLM_TARGET_DEVICE=cpu in its environment then runs on
-`worker_shim.host_platform_impl.HostOmniPlatform`. Installing this project registers nothing: a GPU machine never meets
+`worker_shim.demo.host_platform_impl.HostOmniPlatform`. Installing this project registers nothing: a GPU machine never meets
 the platform unless it asks for it.
 
-Nothing here imports torch or vllm. Path and variable must be in place before a process imports vllm, hence an
-environment for a child process rather than a call that switches this one over.
+Nothing here imports torch or vllm. Path and variable must be in place before a process imports vllm; see
+``worker_shim.demo.engine.prepare``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ packer_host = {DISTRIBUTION}:register
 
 # vllm-omni calls `register` in every process of its own and takes a platform's qualified name for yes, None for no.
 _MODULE = '''\
-"""Written by worker_shim.host_platform: vllm-omni's platform on a machine with no GPU."""
+"""Written by worker_shim.demo.host_platform: vllm-omni's platform on a machine with no GPU."""
 
 import os
 
 
 def register():
-    return "worker_shim.host_platform_impl.HostOmniPlatform" if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" else None
+    return "worker_shim.demo.host_platform_impl.HostOmniPlatform" if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" else None
 '''
 
 
@@ -48,13 +48,3 @@ def write_plugin(directory: str | os.PathLike[str]) -> None:
     (dist_info / "METADATA").write_text(_METADATA)
     (dist_info / "entry_points.txt").write_text(_ENTRY_POINTS)
     (root / f"{DISTRIBUTION}.py").write_text(_MODULE)
-
-
-def environment(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """What to add to a child's environment so that it runs on the host, given the `directory` of `write_plugin`.
-
-    PYTHONPATH is this process's own with `directory` put first; the child must also be able to import worker_shim.
-    """
-    inherited = os.environ.get("PYTHONPATH")
-    path = [os.path.abspath(directory), *([inherited] if inherited else [])]
-    return {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,1 @@
+"""What this project claims, measured. Each module prints a table and writes one JSON object with ``--json FILE``."""

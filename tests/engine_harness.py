@@ -1,0 +1,16 @@
+"""The engine of ``worker_shim.demo.engine`` with the pipelines of tests/pipelines.py, named by class."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from worker_shim.demo.engine import BATCH, STEP, STREAM, Result, RunningEngine
+from worker_shim.demo.engine import engine as _engine
+
+__all__ = ["BATCH", "STEP", "STREAM", "Result", "RunningEngine", "engine"]
+
+
+def engine(backend: str, pipeline: str, **config: Any) -> AbstractContextManager[RunningEngine]:
+    """A running engine, closed at the end of the block; ``pipeline`` is a class of tests/pipelines.py."""
+    return _engine(backend, f"pipelines.{pipeline}", **config)

@@ -1,0 +1,253 @@
+"""``packer-service demo``: synthetic images and videos through the whole path, every byte checked, every hand-off timed.
+
+With vllm-omni installed it is the real engine and its worker; without, a small engine and worker side of this module's
+neighbour ``plain``. The packer is the real one either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from worker_shim.demo.engine import engine, nvidia_gpus, prepare
+
+MIB = 1 << 20
+
+
+class Case(NamedTuple):
+    """One row: what is asked for, by shape and dtype."""
+
+    name: str
+    height: int
+    width: int
+    num_frames: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, 3, self.num_frames, self.height, self.width)
+
+
+ON_HOST = [
+    Case("image", 512, 512, 1, "float32"),
+    Case("image", 1024, 1024, 1, "float32"),
+    Case("image", 1024, 1024, 1, "bfloat16"),
+    Case("video", 256, 256, 17, "uint8"),
+    Case("video", 512, 512, 17, "float32"),
+]
+ON_GPU = [*ON_HOST, Case("video", 768, 768, 81, "bfloat16"), Case("video", 768, 768, 81, "float32")]
+
+
+class Handoffs(NamedTuple):
+    """What one case came to: seconds from the worker's hand-off to the engine, one at a time; then all at once."""
+
+    latencies_s: list[float]
+    wall_s: float
+    mismatches: int
+
+
+class BareCopy:
+    """The same bytes copied to the host and nothing else: pinned memory on a GPU, a plain copy without one."""
+
+    def __init__(self, case: Case, device: Any) -> None:
+        import torch
+
+        from worker_shim.demo.content import content
+
+        self.source = content(case.shape, case.dtype, 1, device)
+        self.target = torch.empty(case.shape, dtype=self.source.dtype, pin_memory=device.type == "cuda")
+        self.run()
+
+    def run(self) -> float:
+        """Seconds of one copy."""
+        import torch
+
+        begin = time.perf_counter()
+        self.target.copy_(self.source, non_blocking=True)
+        if self.source.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def equal(output: Any, case: Case, seed: int, device: Any) -> bool:
+    """Whether ``output`` is, byte for byte, what the pipeline makes of this seed."""
+    import torch
+
+    from worker_shim.demo.content import content
+
+    expected = content(case.shape, case.dtype, seed, device).cpu()
+    if output.dtype != expected.dtype or output.shape != expected.shape:
+        return False
+    return torch.equal(output.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+class EngineSide:
+    """The real vllm-omni engine with the packer behind it."""
+
+    def __init__(self, running: Any, device: Any) -> None:
+        from worker_shim.demo.timing import HandoffTimer
+
+        self._running = running
+        self._device = device
+        self._timer = HandoffTimer(running.executor)
+
+    @property
+    def uses_packer(self) -> bool:
+        return bool(self._running.executor.packer_pids)
+
+    def run(self, case: Case, requests: int, advance: Any) -> Handoffs:
+        mismatches = 0
+        for seed in range(2):  # the arena and the pool find their size
+            self._one(case, [seed])
+        self._timer.take()
+        for seed in range(requests):
+            mismatches += self._one(case, [seed])
+            advance()
+        latencies, _ = self._timer.take()
+        begin = time.perf_counter()
+        mismatches += self._one(case, list(range(requests)), check=False)
+        wall = time.perf_counter() - begin
+        self._timer.take()
+        advance()
+        return Handoffs(latencies, wall, mismatches)
+
+    def _one(self, case: Case, seeds: list[int], *, check: bool = True) -> int:
+        """Run these requests at once; how many outputs were wrong."""
+        shape = {"height": case.height, "width": case.width, "num_frames": case.num_frames}
+        requests = {
+            seed: self._running.request(seed=seed, dtype=case.dtype, synchronize=True, **shape) for seed in seeds
+        }
+        results = self._running.run(requests.values())
+        outputs = {seed: results[request.request_id].output for seed, request in requests.items()}
+        if not check:
+            seeds = seeds[:: max(len(seeds) // 4, 1)]
+        return sum(not equal(outputs[seed], case, seed, self._device) for seed in seeds)
+
+
+@contextlib.contextmanager
+def open_side(device: Any) -> Iterator[Any]:
+    if importlib.util.find_spec("vllm_omni") is None:
+        from worker_shim.demo.plain import PlainSide
+
+        with PlainSide(on_gpu=device.type == "cuda") as side:
+            yield side
+        return
+    import torch
+
+    executor, pipeline = "worker_shim.PackerDiffusionExecutor", "worker_shim.demo.timing.TimedPipeline"
+    with engine(executor, pipeline, dtype=torch.float32) as running:
+        yield EngineSide(running, device)
+
+
+def percentile(samples: list[float], percent: float) -> float:
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
+
+
+def measure(console: Console, requests: int) -> dict[str, Any]:
+    """Run every case; the object that ``--json`` prints."""
+    import torch
+
+    gpus = nvidia_gpus()
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    cases = ON_GPU if gpus else ON_HOST
+    rows = []
+    with Progress(console=console, transient=True) as progress, open_side(device) as side:
+        task = progress.add_task("requests", total=len(cases) * (requests + 1))
+        uses_packer = side.uses_packer
+        for case in cases:
+            handoffs = side.run(case, requests, lambda: progress.advance(task))
+            bare = BareCopy(case, device)
+            copies = [bare.run() for _ in range(max(requests, 5))]
+            nbytes = bare.source.nbytes
+            del bare
+            p50, copy = percentile(handoffs.latencies_s, 50), percentile(copies, 50)
+            rows.append(
+                {
+                    "output": case.name,
+                    "dtype": case.dtype,
+                    "nbytes": nbytes,
+                    "requests": 2 * requests,
+                    "handoff_p50_ms": round(p50 * 1e3, 3),
+                    "handoff_p99_ms": round(percentile(handoffs.latencies_s, 99) * 1e3, 3),
+                    "bare_copy_ms": round(copy * 1e3, 3),
+                    "ratio": round(p50 / copy, 2),
+                    "outputs_per_s": round(requests / handoffs.wall_s, 1),
+                    "mismatches": handoffs.mismatches,
+                }
+            )
+    return {
+        "device": torch.cuda.get_device_name(0) if gpus else "host",
+        "engine": "vllm-omni" if importlib.util.find_spec("vllm_omni") else "plain (vllm-omni is not installed)",
+        "packer": uses_packer,
+        "outputs": sum(row["requests"] for row in rows),
+        "mismatches": sum(row["mismatches"] for row in rows),
+        "rows": rows,
+    }
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title=f"worker -> packer -> engine on {result['device']}, engine: {result['engine']}")
+    for column in ("output", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in ("MiB", "p50 ms", "p99 ms", "copy ms", "ratio", "out/s", "wrong"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(
+            row["output"],
+            row["dtype"],
+            f"{row['nbytes'] / MIB:.1f}",
+            f"{row['handoff_p50_ms']:.2f}",
+            f"{row['handoff_p99_ms']:.2f}",
+            f"{row['bare_copy_ms']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['outputs_per_s']:.1f}",
+            str(row["mismatches"]),
+        )
+    console.print(table)
+    console.print(
+        "p50, p99: from the worker's _return_result to the output in the engine's hands; copy: the same bytes to the host"
+        " and nothing else; out/s: all requests at once, forwards included."
+    )
+    if result["device"] == "host":
+        console.print("There is no GPU here: the host device shows that the path works, not how fast it is.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="packer-service demo", description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--requests", type=int, default=16)
+    arguments = parser.parse_args()
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vllm-omni and its workers print goes to stderr; the report alone to stdout
+    console = Console(file=sys.stderr)
+    if importlib.util.find_spec("vllm_omni") is None:
+        console.print("vllm-omni is not installed: the packer serves a small worker and engine of this demo's own.")
+    prepare()
+    if not os.environ.get("VLLM_LOGGING_LEVEL"):
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        os.environ.setdefault("PACKER_LOG_LEVEL", "warning")
+        logging.disable(logging.INFO)
+    result = measure(console, arguments.requests)
+    if arguments.json:
+        print(json.dumps(result, indent=1), file=report, flush=True)
+    else:
+        show(Console(file=report), result)
+    if result["mismatches"] or not result["packer"]:
+        raise SystemExit("the demo failed: " + ("wrong bytes" if result["mismatches"] else "no packer was used"))
+
+
+if __name__ == "__main__":
+    main()

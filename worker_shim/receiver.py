@@ -1,0 +1,143 @@
+"""The engine's end of a packer: OUTPUT_READY messages in, outputs over leased memory out. Knows nothing of vllm-omni."""
+
+from __future__ import annotations
+
+import collections
+import hmac
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from packer_service import protocol
+from packer_service.errors import PackerError, PeerClosed
+from packer_service.protocol import OutputReady
+from packer_service.transport import Channel, close_fds
+from worker_shim import skeleton
+from worker_shim.lease import LeaseBook, map_host_arrays
+from worker_shim.log import get_logger
+from worker_shim.skeleton import ArraySpec
+
+logger = get_logger(__name__)
+
+_REMEMBERED = 1 << 16
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class Delivered:
+    """The ids already delivered, by whichever queue: an output that comes a second time is dropped. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def first(self, output_id: str) -> bool:
+        """True the first time it is asked about ``output_id``."""
+        with self._lock:
+            if output_id in self._ids:
+                return False
+            self._ids[output_id] = None
+            if len(self._ids) > _REMEMBERED:
+                self._ids.popitem(last=False)
+            return True
+
+
+class Received(NamedTuple):
+    """One output as it came: the object itself, or why there is none."""
+
+    output_id: str
+    output: Any = None
+    error: str = ""
+
+
+class Receiver:
+    """One engine session's reader. One thread calls ``receive``; outputs hold their leases themselves (``leases``)."""
+
+    def __init__(self, channel: Channel, mac_key: bytes, delivered: Delivered) -> None:
+        self.leases = LeaseBook(channel)
+        self.broken = ""  # why nothing more will come
+        self.packer_pid = channel.peer_pid
+        self._channel = channel
+        self._mac_key = mac_key
+        self._delivered = delivered
+
+    def receive(self, timeout_s: float) -> Received | None:
+        """The next output. None where none came in time, or at once where none will come any more."""
+        deadline = time.monotonic() + timeout_s
+        while not self.broken:
+            try:
+                received = self._channel.receive(max(deadline - time.monotonic(), 0.0))
+                if received is None:
+                    return None
+                message, fds = received
+                try:
+                    output = self._take(message, fds)
+                finally:
+                    close_fds(fds)
+            except PackerError as error:
+                self._break(error)
+            else:
+                if output is not None:
+                    return output
+        return None
+
+    def _break(self, error: PackerError) -> None:
+        if not isinstance(error, PeerClosed):
+            logger.error("the packer broke the protocol and is disconnected: %s", error)
+            self._channel.shutdown()
+        logger.warning("nothing more comes from the packer: %s", error)
+        self.broken = str(error)
+
+    def _take(self, message: protocol.Message, fds: list[int]) -> Received | None:
+        """One message; None for those that carry no output. Takes out of ``fds`` the descriptors it keeps."""
+        if isinstance(message, protocol.Segment):
+            self.leases.add_segment(message, fds)
+            return None
+        if isinstance(message, protocol.Refused):
+            logger.error("the packer refused this engine: %s", message.reason)
+            return None
+        assert isinstance(message, OutputReady)
+        if not self._delivered.first(message.output):
+            logger.info("output %s came a second time and is dropped", message.output)
+            for lease in message.leases:
+                self.leases.give_back(lease)
+            return None
+        if message.error:
+            return Received(message.output, error=message.error)
+        try:
+            return Received(message.output, self._build(message, fds))
+        except Exception as error:  # whatever an unpickled class raises belongs to this output alone
+            logger.exception("output %s cannot be put together", message.output)
+            return Received(message.output, error=f"output {message.output} cannot be put together: {error!r}")
+
+    def _build(self, message: OutputReady, fds: list[int]) -> Any:
+        """The output over its leases; a lease that no array uses goes back at once, also when this raises."""
+        unused = {number: lease for number, lease in enumerate(message.leases)}
+        try:
+            host: Any = map_host_arrays(fds, message.host_nbytes) if message.host_nbytes else b""
+            payload: bytes | memoryview = message.payload
+            if message.payload_in_host:
+                payload = memoryview(host)[len(host) - message.payload_in_host :]
+            if not hmac.compare_digest(skeleton.mac(self._mac_key, message.output, payload), message.mac):
+                raise PackerError("its MAC is not our worker's")
+            specs, pickled = skeleton.array_specs(payload)
+            by_piece: dict[int, list[ArraySpec]] = {}
+            for spec in specs:
+                if spec.piece >= 0 and spec.nbytes:
+                    by_piece.setdefault(spec.piece, []).append(spec)
+            arrays: dict[tuple[int, int], torch.Tensor] = {}
+            for number, group in by_piece.items():
+                uses = [(spec.offset, spec.nbytes) for spec in group]
+                for use, array in zip(uses, self.leases.grant(unused.pop(number), uses), strict=True):
+                    arrays[number, use[0]] = torch.from_numpy(array)
+            return skeleton.load(specs, pickled, lambda spec: arrays.get((spec.piece, spec.offset), _EMPTY), host)
+        finally:
+            for lease in unused.values():
+                self.leases.give_back(lease)
+
+    def close(self) -> None:
+        """End the session: the packer frees what no tensor here still looks at. Tensors that are out stay valid."""
+        self._channel.shutdown()
+        self.leases.close()
+        self._channel.close()
