@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -33,7 +33,9 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = {f.name: f for f in dataclasses.fields(Settings)}
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
+        hints = get_type_hints(command, include_extras=True)
+        parameters = inspect.signature(command).parameters.values()
+        own = [p.replace(annotation=hints[p.name]) for p in parameters if p.name != "given"]
         options = [
             inspect.Parameter(
                 name,

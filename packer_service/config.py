@@ -26,6 +26,7 @@ PACKER_SETTINGS = (
     "pool_bytes",
     "pool_max_bytes",
     "pool_step_bytes",
+    "pool_idle_s",
     "wait_s",
     "exit_after_s",
     "handshake_timeout_s",
@@ -103,6 +104,9 @@ class Settings:
     pool_step_bytes: int = _setting(
         256 * MIB, "how much the pool grows at least, at a time", kind="bytes", least=2 * MIB
     )
+    pool_idle_s: float = _setting(
+        60.0, "a pool unused for so long gives what exceeds pool_bytes back", least=0.1, most=86400.0
+    )
     exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
     handshake_timeout_s: float = _setting(
         5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0
@@ -112,8 +116,13 @@ class Settings:
     log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        limit = memory_limit()
+        if self.pool_max_bytes > limit:
+            raise SettingError(
+                f"pool_max_bytes is {self.pool_max_bytes}, more than the {limit} bytes this process may use:"
+                " lower it, or raise the memory limit of the cgroup (systemd MemoryMax, container memory limit)"
+            )
         if self.pool_max_bytes == 0:
-            limit = memory_limit()
             object.__setattr__(self, "pool_max_bytes", max(min(16 * GIB, limit // 4) & -(2 * MIB), 2 * MIB))
         if self.pool_bytes > self.pool_max_bytes:
             object.__setattr__(self, "pool_bytes", self.pool_max_bytes)
@@ -169,8 +178,9 @@ def environment_name(setting: str) -> str:
 def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
     """``value`` as the setting's type, within its bounds."""
     facts: Mapping[str, Any] = spec.metadata
-    choices, most, default = facts.get("choices"), facts.get("most"), spec.default
+    choices, most = facts.get("choices"), facts.get("most")
     least: Any = facts.get("least")
+    default: Any = spec.default
     if choices is not None or isinstance(default, str):
         allowed = " or ".join(map(repr, choices)) if choices else "text"
         if not isinstance(value, str) or (choices and value not in choices):

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from packer_service.devices.base import Device
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
-from packer_service.extents import Extents, align
+from packer_service.extents import ALIGNMENT, Extents, align
 from packer_service.memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -87,49 +88,66 @@ class Region:
 
 
 class Pool:
-    """Allocates regions, grows in the background, closes when its engine is gone.
+    """Allocates regions, grows in the background, gives idle segments back, closes when its engine is gone.
 
-    One lock guards everything. One thread grows it: populating and registering happen outside the lock, so that
-    allocations and releases go on meanwhile.
+    One lock guards everything. One thread grows and trims: populating and registering happen outside the lock, so that
+    allocations and releases go on meanwhile. ``on_trim`` is told the number of each segment that leaves, before it does.
     """
 
-    def __init__(self, device: Device, budget: Budget, step_bytes: int) -> None:
+    def __init__(self, device: Device, budget: Budget, *, keep_bytes: int, step_bytes: int, idle_s: float) -> None:
+        self.on_trim: Callable[[int], None] = lambda number: None
+        self.waits = 0  # allocations that had to wait, and for how long in all
+        self.waited_s = 0.0
         self._device = device
         self._budget = budget
+        self._keep_bytes = keep_bytes
         self._step_bytes = align(step_bytes)
-        self._changed = threading.Condition()
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._space = threading.Condition(self._lock)  # something was released, or growth ended
+        self._work = threading.Condition(self._lock)  # there is something for the grower
         self._segments: list[Segment] = []
         self._regions: dict[int, Region] = {}
         self._next_region = 1
+        self._next_segment = 0
         self._largest_request = 0
         self._wanted = 0  # bytes the grower should add next
         self._growing = False
         self._blocked_until = 0.0
         self._growth_error = ""
+        self._last_use = time.monotonic()
         self._closed = False
-        self._grower = threading.Thread(target=self._grow_on_demand, name="pool-grower", daemon=True)
+        self._grower = threading.Thread(target=self._grow_and_trim, name="pool-grower", daemon=True)
         self._grower.start()
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, timeout_s: float = 0.0) -> Region:
         """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
+        begin = time.monotonic()
+        with self._lock:
+            self._last_use = begin
             self._largest_request = max(self._largest_request, nbytes)
-            while True:
-                if self._closed:
-                    raise PoolExhausted("the pool is closed: its engine is gone")
-                region = self._try_allocate(nbytes)
-                if region is not None:
-                    if max(s.extents.largest_free for s in self._segments) < self._largest_request:
-                        self._ask_for(self._largest_request)  # ahead of need
-                    return region
-                could_grow = self._ask_for(nbytes)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or (not could_grow and not self._regions):
-                    raise PoolExhausted(self._why_exhausted(nbytes))
-                self._changed.wait(remaining)
+            waited = False
+            try:
+                while True:
+                    if self._closed:
+                        raise PoolExhausted("the pool is closed: its engine is gone")
+                    region = self._try_allocate(nbytes)
+                    if region is not None:
+                        if max(s.extents.largest_free for s in self._segments) < self._largest_request:
+                            self._ask_for(self._largest_request)  # ahead of need
+                        return region
+                    could_grow = self._ask_for(nbytes)
+                    remaining = begin + timeout_s - time.monotonic()
+                    if remaining <= 0 or (not could_grow and not self._regions):
+                        raise PoolExhausted(self._why_exhausted(nbytes))
+                    waited = True
+                    self._space.wait(remaining)
+            finally:
+                if waited:
+                    self.waits += 1
+                    self.waited_s += time.monotonic() - begin
 
     def _try_allocate(self, nbytes: int) -> Region | None:
         for segment in self._segments:
@@ -143,20 +161,20 @@ class Pool:
 
     def release(self, number: int) -> None:
         """Give a region back. ProtocolError where it is not out: released twice, or never granted."""
-        with self._changed:
+        with self._lock:
             region = self._regions.pop(number, None)
             if region is None:
                 raise ProtocolError(f"lease {number} is not out: it was returned twice or never granted")
             region.segment.extents.release(region.offset)
-            self._changed.notify_all()
+            self._space.notify_all()
 
     def _why_exhausted(self, nbytes: int) -> str:
         used = sum(region.nbytes for region in self._regions.values())
         total = sum(segment.memory.nbytes for segment in self._segments)
         reason = self._growth_error or f"at its limit pool_max_bytes = {self._budget.max_bytes}"
         return (
-            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases and the pool is {reason}."
-            " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
+            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases and the pool is"
+            f" {reason}. Raise pool_max_bytes, or let the engine drop finished outputs sooner"
         )
 
     # -- growth --------------------------------------------------------------------------------------------------------
@@ -168,7 +186,7 @@ class Pool:
         if time.monotonic() < self._blocked_until or self._budget.left < align(nbytes):
             return False
         self._wanted = align(nbytes)
-        self._changed.notify_all()
+        self._work.notify()
         return True
 
     def grow(self, nbytes: int) -> None:
@@ -177,64 +195,99 @@ class Pool:
         if not self._budget.take(nbytes):
             raise PoolExhausted(f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}")
         try:
-            with self._changed:
-                number = len(self._segments)
+            with self._lock:
+                number, self._next_segment = self._next_segment, self._next_segment + 1
             segment = Segment(self._device, number, nbytes)
         except BaseException:
             self._budget.give_back(nbytes)
             raise
-        with self._changed:
+        with self._lock:
             self._segments.append(segment)
-            self._changed.notify_all()
+            self._space.notify_all()
         logger.info("pool grew by %d MiB to %d MiB", nbytes >> 20, self.nbytes >> 20)
 
-    def _grow_on_demand(self) -> None:
+    def _grow_and_trim(self) -> None:
         self._device.bind_thread()
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closed)
+            with self._lock:
+                while not self._wanted and not self._closed and not (surplus := self._take_surplus()):
+                    self._work.wait(self._until_surplus())
                 if self._closed:
                     return
-                wanted, self._wanted, self._growing = self._wanted, 0, True
-            error = ""
-            try:
-                self.grow(max(wanted, min(self._step_bytes, self._budget.left & -4096)))
-            except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
-                error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
-                logger.warning("the pool stays at %d MiB: %s", self.nbytes >> 20, error)
-            with self._changed:
-                self._growing = False
-                self._growth_error = error
-                self._blocked_until = time.monotonic() + _RETRY_GROWTH_S if error else 0.0
-                self._changed.notify_all()
+                wanted, self._wanted, self._growing = self._wanted, 0, bool(self._wanted)
+            if wanted:
+                self._grow_by_demand(wanted)
+            else:
+                self._discard(surplus)
+
+    def _grow_by_demand(self, wanted: int) -> None:
+        error = ""
+        try:
+            self.grow(max(wanted, min(self._step_bytes, self._budget.left & -ALIGNMENT)))
+        except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
+            error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
+            logger.warning("the pool stays at %d MiB: %s", self.nbytes >> 20, error)
+        with self._lock:
+            self._growing = False
+            self._growth_error = error
+            self._blocked_until = time.monotonic() + _RETRY_GROWTH_S if error else 0.0
+            self._space.notify_all()
+            self._work.notify()  # its sleep has an end now
+
+    def _until_surplus(self) -> float | None:
+        """Seconds until an idle segment may leave; None where there is nothing to give back."""
+        if sum(segment.memory.nbytes for segment in self._segments) <= self._keep_bytes:
+            return None
+        return max(self._last_use + self._idle_s - time.monotonic(), 0.0) or self._idle_s
+
+    def _take_surplus(self) -> list[Segment]:
+        """Empty segments beyond ``keep_bytes`` of a pool that nobody used for ``idle_s``, taken out of it."""
+        if time.monotonic() < self._last_use + self._idle_s:
+            return []
+        total = sum(segment.memory.nbytes for segment in self._segments)
+        surplus = []
+        for segment in self._segments[::-1]:
+            if segment.extents.idle and total - segment.memory.nbytes >= self._keep_bytes:
+                total -= segment.memory.nbytes
+                self._segments.remove(segment)
+                surplus.append(segment)
+        return surplus
+
+    def _discard(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            self.on_trim(segment.number)
+            segment.close()
+            self._budget.give_back(segment.memory.nbytes)
+            logger.info("pool gave %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     @property
     def segments(self) -> list[Segment]:
-        with self._changed:
+        with self._lock:
             return list(self._segments)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments."""
-        with self._changed:
+        with self._lock:
             return sum(segment.memory.nbytes for segment in self._segments)
 
     @property
     def leased_bytes(self) -> int:
-        with self._changed:
+        with self._lock:
             return sum(region.nbytes for region in self._regions.values())
 
     def close(self) -> None:
         """Give all memory back. Nobody may copy into a region any more. The engine's own mapping lives on."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._changed.notify_all()
+            self._space.notify_all()
+            self._work.notify()
         self._grower.join()
-        with self._changed:
+        with self._lock:
             segments, self._segments = self._segments, []
             self._regions.clear()
         for segment in segments:

@@ -110,12 +110,16 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Export(Message, frozen=True):
-    """Worker to packer: copy these once the timeline has reached ``ready`` (or once the CUDA IPC ``event`` is done)."""
+    """Worker to packer: copy these once the timeline has reached ``ready`` (or once the CUDA IPC ``event`` is done).
+
+    ``close``: chunks mapped for this output alone; the packer closes its imports of them before it answers.
+    """
 
     output: OutputId
     ready: Number
     pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_PIECES)]
     event: Handle = b""
+    close: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)] = ()
 
 
 class Skeleton(Message, frozen=True):
@@ -174,6 +178,12 @@ class Segment(Message, frozen=True):
     nbytes: Count
 
 
+class SegmentGone(Message, frozen=True):
+    """Packer to engine: this segment is empty and leaves the pool; unmap it, so that its pages go back to the system."""
+
+    segment: Number
+
+
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """One region of one segment, the engine's until it sends ``Release``."""
 
@@ -206,7 +216,7 @@ HandshakeFromClient = Hello
 FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Probe
 ToWorker = Ack | Nack | Probed | Unmapped | Refused
 FromEngine = Release
-ToEngine = Segment | OutputReady | Refused
+ToEngine = Segment | SegmentGone | OutputReady | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -164,7 +164,13 @@ class Server:
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
 
     def _new_pool(self) -> Pool:
-        return Pool(self.device, self._budget, self.settings.pool_step_bytes)
+        return Pool(
+            self.device,
+            self._budget,
+            keep_bytes=self.settings.pool_bytes,
+            step_bytes=self.settings.pool_step_bytes,
+            idle_s=self.settings.pool_idle_s,
+        )
 
     def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:

@@ -39,6 +39,7 @@ from packer_service.protocol import (
     Probe,
     Probed,
     Segment,
+    SegmentGone,
     Skeleton,
     Withdraw,
 )
@@ -62,6 +63,7 @@ class EngineSession:
         self._channel = channel
         self._lock = threading.Lock()  # guards the announcements and the order of what is sent
         self._announced: set[int] = set()
+        pool.on_trim = self._forget_segment
 
     def serve(self) -> None:
         """Take leases back until the engine is gone."""
@@ -92,6 +94,15 @@ class EngineSession:
                 if segment.number not in self._announced:
                     self._channel.send(Segment(segment.number, segment.memory.nbytes), segment.memory.fd)
                     self._announced.add(segment.number)
+
+    def _forget_segment(self, number: int) -> None:
+        with self._lock:
+            if number in self._announced:
+                self._announced.discard(number)
+                try:
+                    self._channel.send(SegmentGone(number))
+                except PeerClosed:
+                    pass  # it unmaps everything as it goes
 
     def publish(self, message: OutputReady, fd: int | None = None) -> None:
         """Send one OUTPUT_READY. PeerClosed where the engine is gone."""
@@ -188,9 +199,7 @@ class WorkerSession:
             case MapArena():
                 self._map_arena(message, fds)
             case protocol.UnmapArena():
-                arena = self._arenas.pop(message.arena, None)
-                if arena is not None and not isinstance(arena, str):
-                    arena.close()
+                self._unmap_arena(message.arena)
                 self._channel.send(protocol.Unmapped(message.arena))
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
@@ -209,6 +218,11 @@ class WorkerSession:
         except (DeviceError, OSError) as error:
             logger.error("worker %s: arena chunk %d cannot be imported: %s", self.name, message.arena, error)
             self._arenas[message.arena] = str(error)
+
+    def _unmap_arena(self, number: int) -> None:
+        arena = self._arenas.pop(number, None)
+        if arena is not None and not isinstance(arena, str):
+            arena.close()
 
     def _start(self, export: Export) -> None:
         """Submit the copies now, if there is room now; otherwise leave them to the finisher, which may wait."""
@@ -274,13 +288,13 @@ class WorkerSession:
 
     # -- copying -------------------------------------------------------------------------------------------------------
 
-    def _try_submit(self, transfer: Transfer, timeout_s: float) -> None:
-        """Give the transfer regions and submit its copies. Leaves ``marker`` at None where there is no room yet."""
+    def _try_submit(self, transfer: Transfer, timeout_s: float, *, last: bool = False) -> None:
+        """Give the transfer regions and submit its copies. With no room, ``marker`` stays None, for good if ``last``."""
         try:
             for piece in transfer.export.pieces[len(transfer.regions) :]:
                 transfer.regions.append(self.engine.pool.allocate(piece.nbytes, timeout_s))
         except PackerError as error:
-            if timeout_s:
+            if last:
                 transfer.abandoned = str(error)
             return
         try:
@@ -323,7 +337,7 @@ class WorkerSession:
     def _finish(self, transfer: Transfer) -> None:
         if transfer.marker is None:
             if not transfer.abandoned:
-                self._try_submit(transfer, self._wait_s)
+                self._try_submit(transfer, self._wait_s, last=True)
             with self._lock:
                 self._unsubmitted -= 1
         if transfer.marker is not None:
@@ -338,6 +352,8 @@ class WorkerSession:
         """Copied, and both messages there: publish and acknowledge, or hand back."""
         with self._lock:
             del self._transfers[transfer.output]
+        for number in transfer.export.close:
+            self._unmap_arena(number)
         if isinstance(transfer.second, Withdraw):
             self._drop(transfer)
             if transfer.second.error:

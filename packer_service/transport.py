@@ -79,9 +79,12 @@ class Channel:
         try:
             if timeout_s is not None and not self._poll.poll(max(timeout_s, 0.0) * 1e3):
                 return None
-            data, fds, flags, _ = socket.recv_fds(
-                self._socket, protocol.MAX_MESSAGE_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            try:
+                data, fds, flags, _ = self._receive()
+            except (
+                ConnectionResetError
+            ):  # said once, by a peer that died with unread messages of ours; its own are still there
+                data, fds, flags, _ = self._receive()
         except BlockingIOError:  # SO_RCVTIMEO, while the handshake lasts
             return None
         except OSError as error:
@@ -97,6 +100,9 @@ class Channel:
         except BaseException:
             close_fds(list(fds))
             raise
+
+    def _receive(self) -> tuple[bytes, list[int], int, object]:
+        return socket.recv_fds(self._socket, protocol.MAX_MESSAGE_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC)
 
     @property
     def peer_pid(self) -> int:

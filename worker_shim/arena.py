@@ -34,31 +34,35 @@ class Slot:
 
 
 class Arena:
-    """Slots for outputs in flight. The main thread allocates, the thread that hears of acks releases; one lock.
+    """Slots for outputs in flight. The main thread allocates and grows, the thread that hears of acks releases; one lock.
 
-    ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out.
+    ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out. A number names a chunk
+    for good.
     """
 
     def __init__(
         self, device: ExportDevice, max_bytes: int, step_bytes: int, announce: Callable[[int, Chunk], None]
     ) -> None:
+        self.max_bytes = max_bytes & -CHUNK_ALIGNMENT
         self._device = device
-        self._max_bytes = max_bytes & -CHUNK_ALIGNMENT
         self._step_bytes = step_bytes
         self._announce = announce
         self._changed = threading.Condition()
-        self._chunks: list[tuple[Chunk, Extents]] = []
+        self._chunks: dict[int, tuple[Chunk, Extents]] = {}
+        self._next_chunk = 0
         self._blocked_until = 0.0
 
     @property
     def nbytes(self) -> int:
-        return sum(extents.nbytes for _, extents in self._chunks)
+        """Bytes of all chunks."""
+        with self._changed:
+            return sum(extents.nbytes for _, extents in self._chunks.values())
 
     @property
     def idle(self) -> bool:
         """True while no slot is out."""
         with self._changed:
-            return all(extents.idle for _, extents in self._chunks)
+            return all(extents.idle for _, extents in self._chunks.values())
 
     def allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
         """One slot for each of ``sizes`` (bytes), growing where needed; None where the arena is full. Main thread only."""
@@ -75,7 +79,7 @@ class Arena:
         with self._changed:
             while (slots := self._try_allocate(sizes)) is None:
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or all(extents.idle for _, extents in self._chunks):
+                if remaining <= 0 or all(extents.idle for _, extents in self._chunks.values()):
                     return None
                 self._changed.wait(remaining)
             return slots
@@ -90,7 +94,7 @@ class Arena:
         """All of them or none."""
         slots: list[Slot] = []
         for size in sizes:
-            for number, (chunk, extents) in enumerate(self._chunks):
+            for number, (chunk, extents) in self._chunks.items():
                 offset = extents.allocate(size)
                 if offset is not None:
                     slots.append(Slot(number, offset, size, chunk.tensor[offset : offset + size]))
@@ -103,7 +107,7 @@ class Arena:
 
     def _grow(self, nbytes: int) -> bool:
         """Add a chunk with room for ``nbytes``: twice that where the limit allows, so that the next output finds room too."""
-        left = self._max_bytes - self.nbytes
+        left = self.max_bytes - self.nbytes
         if nbytes > left or time.monotonic() < self._blocked_until:
             return False
         size = min(align(max(2 * nbytes, self._step_bytes), CHUNK_ALIGNMENT), left)
@@ -114,14 +118,23 @@ class Arena:
             logger.warning("the arena stays at %d MiB: %s (setting arena_max_bytes)", self.nbytes >> 20, error)
             return False
         with self._changed:
-            self._announce(len(self._chunks), chunk)
-            self._chunks.append((chunk, Extents(size)))
+            number, self._next_chunk = self._next_chunk, self._next_chunk + 1
+            self._announce(number, chunk)
+            self._chunks[number] = (chunk, Extents(size))
         logger.info("arena grew by %d MiB to %d MiB", size >> 20, self.nbytes >> 20)
         return True
+
+    def take_idle(self) -> dict[int, Chunk]:
+        """Take every chunk without slots out of the arena; the caller frees them once the packer has let go."""
+        with self._changed:
+            idle = {number: chunk for number, (chunk, extents) in self._chunks.items() if extents.idle}
+            for number in idle:
+                del self._chunks[number]
+        return idle
 
     def close(self) -> None:
         """Free every chunk. The packer must have closed its imports, or be gone."""
         with self._changed:
-            chunks, self._chunks = self._chunks, []
-        for chunk, _ in chunks:
+            chunks, self._chunks = self._chunks, {}
+        for chunk, _ in chunks.values():
             self._device.free(chunk)

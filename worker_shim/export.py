@@ -6,9 +6,11 @@ start. It never waits for the packer: a message that finds no room goes to the o
 Export thread, in ``submit``: what needs Python time or may wait: pickling, copying host arrays, a full arena.
 Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
 
-Note [A slot until the ack]
-From ``stage`` to the ack the slot holds the output, whatever becomes of the packer. An output that is handed back is
-rebuilt from its slots (``rebuild``) and goes vllm-omni's own way.
+Note [Held until the ack]
+Each piece of an output is flat device memory (``views``): a slot of the arena; a clone beside a full arena, until slots
+come back; or, of an output larger than the arena may grow, its own memory where it lies ("direct"). It is held until the
+ack, whatever becomes of the packer: an output that is handed back is rebuilt from it and goes vllm-omni's own way.
+Only a direct piece can be overwritten by a later forward of a pipeline that reuses its buffers.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ from __future__ import annotations
 import collections
 import hashlib
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from packer_service import protocol, transport
 from packer_service.config import Settings
-from packer_service.errors import PackerError, PackerUnavailable, PeerClosed
+from packer_service.errors import DeviceError, PackerError, PackerUnavailable, PeerClosed
 from packer_service.extents import align
 from packer_service.memory import SharedMemory
-from packer_service.protocol import Export, MapArena, Message, Piece, Probe, Probed, Skeleton, Withdraw
+from packer_service.protocol import Export, MapArena, Message, Piece, Probe, Probed, Skeleton, UnmapArena, Withdraw
 from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
 from worker_shim.export_device import Chunk, ExportDevice, Signal
@@ -40,26 +43,26 @@ OWN_PIECE_BYTES = (
     1 << 20
 )  # an array this large is a piece of its own, and so a lease of its own; smaller ones share one
 PROBE_BYTES = 1 << 16
+_NO_SIGNAL = Signal(0)
 
 
 @dataclass
 class Staged:
-    """One output between ``_return_result`` and its ack."""
+    """One output between ``_return_result`` and its ack. See Note [Held until the ack]."""
 
     output_id: str
     output: object  # until it is pickled
-    tensors: list[torch.Tensor]  # the originals, or their clones where the arena was full
-    places: list[Place]
-    sizes: list[int]  # of the pieces, in bytes
-    signal: Signal
-    slots: list[Slot] | None = None
-    overflow_bytes: int = 0
+    places: dict[int, Place]  # of each device array, by id()
+    views: list[torch.Tensor]  # one flat uint8 tensor a piece
+    slots: list[Slot]  # of those pieces that are in the arena
+    overflow_bytes: int = 0  # of the pieces that are clones
+    pieces: tuple[Piece, ...] = ()  # as the packer reads them; empty while they are clones
+    imports: tuple[int, ...] = ()  # numbers of the direct pieces' allocations
+    signal: Signal = _NO_SIGNAL
     submitted: bool = False
-    failed: bool = False  # its error was sent; the ack only gives the slots back
+    failed: bool = False  # its error was sent; the ack only gives back what it holds
     payload: bytes = b""
     host: SharedMemory | None = None
-    host_bytes: int = 0
-    staged_ids: list[int] = field(default_factory=list)  # id() of each original
 
 
 class Exporter:
@@ -89,7 +92,11 @@ class Exporter:
         self._lock = threading.Lock()
         self._pending: dict[str, Staged] = {}
         self._outbox: collections.deque[tuple[Message, int | None]] = collections.deque()
+        self._flush_lock = threading.Lock()
         self._overflow_left = settings.overflow_max_bytes
+        self._next_import = 1 << 32  # numbers of direct pieces' allocations, beside the arena's chunks
+        self._unmapped = threading.Condition()
+        self._closed_imports: set[int] = set()
         self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce)
         self._channel, _ = transport.connect(
             socket, key, "worker", session, device_uuid=device.uuid, timeout_s=settings.start_timeout_s
@@ -128,7 +135,7 @@ class Exporter:
     # -- main thread ---------------------------------------------------------------------------------------------------
 
     def stage(self, output: object, output_id: str) -> Staged | None:
-        """Copy the device arrays of ``output`` on the current stream and have the packer start. None: not this way now.
+        """Take the device arrays of ``output`` on the current stream and have the packer start. None: not this way now.
 
         After it returns, the output's own memory may be overwritten or freed in stream order.
         """
@@ -137,35 +144,87 @@ class Exporter:
         tensors = skeleton.find_tensors(output, self.device.owns)
         places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
-            logger.warning(
-                "output %s has %d large arrays; at most %d go to the packer", output_id, len(sizes), protocol.MAX_PIECES
-            )
+            logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
-        slots = self._arena.allocate(sizes)
-        overflow = 0
-        originals = tensors
+        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)}, [], [])
         with torch.no_grad():
-            if slots is not None:
-                _fill(slots, tensors, places)
-            elif (overflow := self._take_overflow(sum(sizes))) > 0:
-                tensors = [tensor.detach().clone() for tensor in tensors]
-            else:
-                logger.warning("output %s finds no room to wait in: see arena_max_bytes, overflow_max_bytes", output_id)
+            if not self._take(staged, tensors, places, sizes):
                 return None
-        staged = Staged(output_id, output, tensors, places, sizes, self.device.signal(), slots, overflow)
-        staged.staged_ids = [id(tensor) for tensor in originals]
+        staged.signal = self.device.signal()
         with self._lock:
             self._pending[output_id] = staged
-        if slots is not None:
-            self._send_soon(self._export(staged))
+        if staged.pieces or not sizes:
+            self._send_soon(_export(staged))
         return staged
 
-    def _take_overflow(self, nbytes: int) -> int:
+    def _take(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
+        """Have the bytes of ``tensors`` in pieces of these ``sizes``, one of the three ways of Note [Held until the ack]."""
+        if sum(map(align, sizes)) > self._arena.max_bytes:
+            return self._take_direct(staged, tensors, places, sizes)
+        slots = self._arena.allocate(sizes)
+        if slots is not None:
+            staged.slots, staged.views = slots, [slot.view for slot in slots]
+            staged.pieces = tuple(map(_piece, slots))
+        elif self._take_overflow(sum(sizes)):
+            staged.overflow_bytes = sum(sizes)
+            staged.views = [torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in sizes]
+        else:
+            logger.warning(
+                "output %s finds no room to wait in: see arena_max_bytes and overflow_max_bytes", staged.output_id
+            )
+            return False
+        _fill(staged.views, tensors, places)
+        return True
+
+    def _take_direct(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
+        """Export each piece where it lies; small arrays, which share a piece, and other layouts are copied by torch first."""
+        try:
+            for piece, size in enumerate(sizes):
+                owners = [(t, p) for t, p in zip(tensors, places, strict=True) if p.piece == piece]
+                if size >= OWN_PIECE_BYTES and len(owners) == 1:
+                    view = skeleton.flat_bytes(owners[0][0])
+                else:
+                    view = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+                    _fill([view], [t for t, _ in owners], [Place(0, p.offset) for _, p in owners])
+                staged.views.append(view)
+            allocations = [self.device.find_allocation(view) for view in staged.views]
+        except DeviceError as error:
+            logger.warning("output %s exceeds arena_max_bytes and cannot leave directly: %s", staged.output_id, error)
+            return False
+        staged.imports = tuple(range(self._next_import, self._next_import + len(sizes)))
+        self._next_import += len(sizes)
+        for number, allocation in zip(staged.imports, allocations, strict=True):
+            self._send_soon(MapArena(number, allocation.nbytes, allocation.handle))
+        staged.pieces = tuple(
+            Piece(number, allocation.offset, size)
+            for number, allocation, size in zip(staged.imports, allocations, sizes, strict=True)
+        )
+        return True
+
+    def _take_overflow(self, nbytes: int) -> bool:
         with self._lock:
             if nbytes > self._overflow_left:
-                return 0
+                return False
             self._overflow_left -= nbytes
-            return nbytes
+            return True
+
+    def give_back_arena(self, timeout_s: float) -> None:
+        """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
+        chunks = self._arena.take_idle()
+        for number in chunks:
+            self._send_soon(UnmapArena(number))
+        self._flush()
+        deadline = time.monotonic() + timeout_s
+        with self._unmapped:
+            let_go = self._unmapped.wait_for(
+                lambda: self.broken or self._closed_imports >= chunks.keys(), deadline - time.monotonic()
+            )
+            self._closed_imports -= chunks.keys()
+        if not let_go:
+            logger.error("the packer did not close its imports within %g s; %d chunks stay", timeout_s, len(chunks))
+            return
+        for chunk in chunks.values():
+            self.device.free(chunk)
 
     def _announce(self, number: int, chunk: Chunk) -> None:
         self._send_soon(MapArena(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
@@ -187,62 +246,54 @@ class Exporter:
         """
         self._flush()
         try:
-            self._pickle(staged)
+            host_bytes, tail = self._pickle(staged)
         except Exception:
             staged.failed = True
             self._send_second(staged, Withdraw(staged.output_id))
             raise
-        if staged.slots is None and not self._stage_late(staged):
-            with self._lock:
-                self._pending.pop(staged.output_id, None)
+        if staged.overflow_bytes and not self._stage_late(staged):
+            self._forget(staged)
             self._hand_back(staged, f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)")
             return
         payload = staged.payload
-        tail = len(payload) if len(payload) > protocol.MAX_PAYLOAD_BYTES else 0
-        self._send_second(
-            staged,
-            Skeleton(
-                staged.output_id,
-                b"" if tail else payload,
-                skeleton.mac(self._mac_key, staged.output_id, payload),
-                staged.host_bytes,
-                tail,
-            ),
-        )
+        mac = skeleton.mac(self._mac_key, staged.output_id, payload)
+        self._send_second(staged, Skeleton(staged.output_id, b"" if tail else payload, mac, host_bytes, tail))
 
-    def _pickle(self, staged: Staged) -> None:
-        """Make the payload and the memfd of host arrays. Lets go of the output."""
-        staged_places = dict(zip(staged.staged_ids, staged.places, strict=True))
-        value = staged.signal.value
+    def _pickle(self, staged: Staged) -> tuple[int, int]:
+        """Make the payload and the memfd of host arrays, and let go of the output.
+
+        Returns the memfd's bytes, and how many of them are a payload too large for a message.
+        """
 
         def to_host(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
                 return tensor
-            with self.device.after(value):  # hidden where find_tensors does not look
+            with self.device.after(staged.signal.value):  # hidden where find_tensors does not look
                 return tensor.detach().cpu()
 
-        payload, host = skeleton.dump(staged.output, staged_places, to_host)
-        tail = len(payload) if len(payload) > protocol.MAX_PAYLOAD_BYTES else 0
-        if host.nbytes + tail:
-            staged.host_bytes = host.nbytes + tail
-            staged.host = SharedMemory.create("packer-host-arrays", staged.host_bytes)
-            host.write_into(staged.host.buffer)
-            staged.host.buffer[host.nbytes :] = payload if tail else b""
-        staged.payload = payload
+        staged.payload, host = skeleton.dump(staged.output, staged.places, to_host)
         staged.output = None
-        if staged.slots is not None:
-            staged.tensors = []
+        tail = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
+        nbytes = host.nbytes + tail
+        if nbytes:
+            staged.host = SharedMemory.create("packer-host-arrays", nbytes)
+            host.write_into(staged.host.buffer)
+            if tail:
+                staged.host.buffer[host.nbytes :] = staged.payload
+        return nbytes, tail
 
     def _stage_late(self, staged: Staged) -> bool:
-        """Give a clone its slots as soon as some come back."""
-        slots = self._arena.wait_allocate(staged.sizes, self._wait_s)
+        """Give clones their slots as soon as some come back."""
+        slots = self._arena.wait_allocate([view.numel() for view in staged.views], self._wait_s)
         if slots is None:
             return False
         with self.device.after(staged.signal.value), torch.no_grad():
-            _fill(slots, staged.tensors, staged.places)
-        staged.slots, staged.tensors = slots, []
+            for slot, view in zip(slots, staged.views, strict=True):
+                slot.view.copy_(view)
+        staged.slots, staged.views = slots, [slot.view for slot in slots]
+        staged.pieces = tuple(map(_piece, slots))
         self._return_overflow(staged)
-        self._send(self._export(staged))
+        self._send(_export(staged))
         return True
 
     def _return_overflow(self, staged: Staged) -> None:
@@ -254,12 +305,11 @@ class Exporter:
         with self._lock:
             broken = self.broken
             staged.submitted = True
-            if broken:
-                self._pending.pop(staged.output_id, None)
         if broken:
+            self._forget(staged)
             self._hand_back(staged, broken)
-        elif isinstance(message, Withdraw) and staged.slots is None:
-            self._settle(staged)  # the packer never heard of it
+        elif staged.overflow_bytes:
+            self._settle(staged)  # withdrawn before the packer ever heard of it
         else:
             self._send(message, staged.host.fd if staged.host and isinstance(message, Skeleton) else None)
 
@@ -270,16 +320,12 @@ class Exporter:
             pass  # the ack thread sees it too, and hands everything back
 
     def _flush(self) -> None:
-        while self._outbox:
-            message, fd = self._outbox[0]
-            self._send(message, fd)
-            self._outbox.popleft()
-
-    def _export(self, staged: Staged) -> Export:
-        assert staged.slots is not None
-        return Export(
-            staged.output_id, staged.signal.value, tuple(_piece(slot) for slot in staged.slots), staged.signal.event
-        )
+        """Send what found no room. An item leaves the outbox only when it is sent: what comes later queues behind it."""
+        with self._flush_lock:
+            while self._outbox:
+                message, fd = self._outbox[0]
+                self._send(message, fd)
+                self._outbox.popleft()
 
     # -- ack thread ----------------------------------------------------------------------------------------------------
 
@@ -293,11 +339,15 @@ class Exporter:
                 message, fds = received
                 transport.close_fds(fds)
                 if isinstance(message, protocol.Ack):
-                    self._settle(self._take(message.output))
+                    self._settle(self._forget_id(message.output))
                 elif isinstance(message, protocol.Nack):
-                    staged = self._take(message.output)
+                    staged = self._forget_id(message.output)
                     if staged is not None:
                         self._hand_back(staged, message.reason)
+                elif isinstance(message, protocol.Unmapped):
+                    with self._unmapped:
+                        self._closed_imports.add(message.arena)
+                        self._unmapped.notify_all()
                 elif isinstance(message, protocol.Refused):
                     reason = f"the packer refused this worker: {message.reason}"
         except PackerError as error:
@@ -307,21 +357,25 @@ class Exporter:
             orphans = [staged for staged in self._pending.values() if staged.submitted]
             for staged in orphans:
                 del self._pending[staged.output_id]
+        with self._unmapped:
+            self._unmapped.notify_all()
         for staged in orphans:
             self._hand_back(staged, reason)
 
-    def _take(self, output_id: str) -> Staged | None:
+    def _forget_id(self, output_id: str) -> Staged | None:
         with self._lock:
             return self._pending.pop(output_id, None)
 
     # -- either --------------------------------------------------------------------------------------------------------
 
+    def _forget(self, staged: Staged) -> None:
+        self._forget_id(staged.output_id)
+
     def _settle(self, staged: Staged | None) -> None:
         """The engine has it, or nobody will: everything it held is free again."""
         if staged is None:
             return
-        with self._lock:
-            self._pending.pop(staged.output_id, None)
+        self._forget(staged)
         self.release(staged)
         self._on_settled(staged.output_id)
 
@@ -332,28 +386,25 @@ class Exporter:
             self._on_handed_back(staged, reason)
 
     def rebuild(self, staged: Staged) -> Any:
-        """The output itself, over its slots or clones. Its bytes are complete once the device is past its signal."""
+        """The output itself, over its pieces. Its bytes are complete once the device is past its signal."""
         specs, pickled = skeleton.array_specs(staged.payload)
 
         def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
-            if staged.slots is None:
-                return skeleton.flat_bytes(staged.tensors[staged.places.index(Place(spec.piece, spec.offset))])
-            return staged.slots[spec.piece].view[spec.offset : spec.offset + spec.nbytes]
+            return staged.views[spec.piece][spec.offset : spec.offset + spec.nbytes]
 
         return skeleton.load(specs, pickled, device_bytes, staged.host.buffer if staged.host else b"")
 
     def release(self, staged: Staged) -> None:
         """Give back slots, clones, host memory and event. Idempotent."""
-        if staged.slots:
-            self._arena.release(staged.slots)
-        staged.slots, staged.tensors, staged.output = None, [], None
+        self._arena.release(staged.slots)
+        staged.slots, staged.views, staged.output = [], [], None
         self._return_overflow(staged)
         if staged.host is not None:
             staged.host.close()
             staged.host = None
         if staged.signal.value:
             self.device.retire(staged.signal)
-            staged.signal = Signal(0)
+            staged.signal = _NO_SIGNAL
 
     def close(self) -> None:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
@@ -383,14 +434,18 @@ def plan(sizes: list[int]) -> tuple[list[Place], list[int]]:
     return places, pieces
 
 
-def _fill(slots: list[Slot], tensors: list[torch.Tensor], places: list[Place]) -> None:
+def _fill(views: list[torch.Tensor], tensors: list[torch.Tensor], places: list[Place]) -> None:
     """Copy every tensor to its place, on the current stream. Any layout becomes dense; lazy conj and neg are resolved."""
     for tensor, place in zip(tensors, places, strict=True):
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
-            target = slots[place.piece].view[place.offset : place.offset + nbytes]
+            target = views[place.piece][place.offset : place.offset + nbytes]
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
 def _piece(slot: Slot) -> Piece:
     return Piece(slot.arena, slot.offset, slot.nbytes)
+
+
+def _export(staged: Staged) -> Export:
+    return Export(staged.output_id, staged.signal.value, staged.pieces, staged.signal.event, staged.imports)

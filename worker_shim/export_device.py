@@ -18,6 +18,7 @@ import torch
 from packer_service.devices import cuda
 from packer_service.devices.cuda import call, driver, handle_bytes
 from packer_service.devices.host import TIMELINE_BYTES
+from packer_service.errors import DeviceError
 from packer_service.memory import SharedMemory
 
 
@@ -27,6 +28,14 @@ class Chunk(NamedTuple):
     tensor: torch.Tensor
     handle: bytes
     fd: int | None
+
+
+class Allocation(NamedTuple):
+    """Somebody's device memory as a packer can import it: its handle, its size, and where in it the bytes start."""
+
+    handle: bytes
+    nbytes: int
+    offset: int
 
 
 class Signal(NamedTuple):
@@ -52,6 +61,10 @@ class ExportDevice(Protocol):
     def allocate(self, nbytes: int) -> Chunk: ...
 
     def free(self, chunk: Chunk) -> None: ...
+
+    def find_allocation(self, tensor: torch.Tensor) -> Allocation:
+        """The allocation that a dense tensor lies in. DeviceError where it cannot be exported (expandable segments)."""
+        ...
 
     def signal(self) -> Signal:
         """Mark what the current stream was given so far. The wait for it may start before or after this call."""
@@ -98,6 +111,9 @@ class HostExportDevice:
 
     def free(self, chunk: Chunk) -> None:
         self._chunks.pop(chunk.tensor.data_ptr()).close()
+
+    def find_allocation(self, tensor: torch.Tensor) -> Allocation:
+        raise DeviceError("host memory cannot be exported where it lies, only staged")
 
     def signal(self) -> Signal:
         self._value += 1
@@ -177,6 +193,11 @@ class CudaExportDevice:
 
     def free(self, chunk: Chunk) -> None:
         call(driver.cuMemFree, chunk.tensor.data_ptr())
+
+    def find_allocation(self, tensor: torch.Tensor) -> Allocation:
+        base, nbytes = call(driver.cuMemGetAddressRange, tensor.data_ptr())
+        handle = handle_bytes(call(driver.cuIpcGetMemHandle, base))
+        return Allocation(handle, int(nbytes), tensor.data_ptr() - int(base))
 
     def signal(self) -> Signal:
         stream = torch.cuda.current_stream(self.device).cuda_stream

@@ -48,6 +48,12 @@ class LeaseBook:
             raise ProtocolError(f"segment {segment.segment} came twice or without its memfd")
         self._segments[segment.segment] = SharedMemory.attach(fds.pop(), segment.nbytes)
 
+    def forget_segment(self, number: int) -> None:
+        """Unmap a segment the packer took out of its pool; nothing in it is leased."""
+        memory = self._segments.pop(number, None)
+        if memory is not None:
+            memory.close()
+
     def grant(self, lease: Lease, uses: list[tuple[int, int]]) -> list[np.ndarray]:
         """One uint8 array for each ``(offset, nbytes)`` of the lease; it goes back when the last of them dies."""
         memory = self._segments.get(lease.segment)

@@ -94,6 +94,9 @@ class Receiver:
         if isinstance(message, protocol.Segment):
             self.leases.add_segment(message, fds)
             return None
+        if isinstance(message, protocol.SegmentGone):
+            self.leases.forget_segment(message.segment)
+            return None
         if isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)
             return None

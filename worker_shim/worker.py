@@ -8,6 +8,7 @@ done before, and what fails later is caught, sent as OUTPUT_READY with an error,
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +179,15 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         with self._async_output_done:
             self._async_output_pending -= 1
             self._async_output_done.notify_all()
+
+    def drain_async_outputs(self, timeout: float | None = None) -> bool:
+        """vllm-omni's own wait before device memory is released; then the arena goes back too, imports and all."""
+        begin = time.monotonic()
+        drained = super().drain_async_outputs(timeout)
+        if drained and self.exporter is not None:
+            limit = diffusion_worker._ASYNC_OUTPUT_DRAIN_TIMEOUT_S if timeout is None else timeout
+            self.exporter.give_back_arena(max(begin + limit - time.monotonic(), 0.0))
+        return drained
 
     def shutdown(self) -> None:
         self.drain_async_outputs()

@@ -14,6 +14,7 @@ import os
 import threading
 from typing import Any
 
+from packer_service import affinity
 from packer_service.devices.base import Arena, Timeline
 from packer_service.errors import DeviceError
 from packer_service.memory import SharedMemory
@@ -171,6 +172,7 @@ class CudaDevice:
         if index >= count:
             raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
         self._device = call(driver.cuDeviceGet, index)
+        affinity.pin_near(call(driver.cuDeviceGetPCIBusId, 32, self._device).split(b"\0")[0].decode())
         flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC
         call(driver.cuDevicePrimaryCtxSetFlags, self._device, flags)
         self._context = call(driver.cuDevicePrimaryCtxRetain, self._device)

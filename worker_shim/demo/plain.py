@@ -1,4 +1,4 @@
-"""A worker and an engine without vllm-omni, for the demo where it is not installed: a child process exports, this one receives."""
+"""A worker and an engine for the demo where vllm-omni is not installed: a child process exports, this one receives."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ class PlainSide:
         self._supervisor.stop()
 
     def run(self, case: Any, requests: int, advance: Any) -> Any:
-        from worker_shim.demo.__main__ import Handoffs, equal
-
         import torch
+
+        from worker_shim.demo.__main__ import Handoffs, equal
 
         device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         latencies, mismatches = [], 0

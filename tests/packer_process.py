@@ -1,0 +1,223 @@
+"""A live packer as the tests use it: the real command in a process of its own, and peers that speak its protocol by hand.
+
+``Engine`` and ``Worker`` do what worker_shim does, one message at a time, so that a test can also do it wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from packer_service import protocol, transport
+from packer_service.memory import SharedMemory
+from packer_service.protocol import Ack, Export, MapArena, MapTimeline, Message, OutputReady, Piece, Skeleton
+
+MIB = 1 << 20
+DEADLINE_S = 20.0  # of whatever a test waits for; nothing comes near it unless it is broken
+MAC = bytes(32)  # the packer does not look at it
+
+_DEFAULTS = {
+    "device": "host",
+    "pool_bytes": "2MiB",
+    "pool_max_bytes": "16MiB",
+    "pool_step_bytes": "2MiB",
+    "wait_s": "10",
+    "exit_after_s": "0",
+    "log_level": "debug",
+}
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """What ``condition`` returns as soon as that is true. AssertionError naming ``what`` where it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}"
+        time.sleep(0.002)
+    return result
+
+
+class Packer:
+    """One ``packer_service serve`` process. ``report`` is what it wrote when it was ready, or why it never was."""
+
+    def __init__(self, directory: Path, *flags: str, **settings: object) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        key_file = directory / "key"
+        if not key_file.exists():
+            key_file.touch(mode=0o600)
+            key_file.write_bytes(secrets.token_hex(32).encode())
+        self.key = key_file.read_bytes()
+        given = {"socket": directory / "packer.sock", "key_file": key_file, **_DEFAULTS, **settings}
+        self.socket = str(given["socket"])
+        self._log = directory / f"log-{secrets.token_hex(4)}"
+        reader, writer = os.pipe()
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "packer_service", "serve", f"--ready-fd={writer}", *flags, *options],
+                pass_fds=[writer],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            assert select.select([pipe], [], [], DEADLINE_S)[0], "the packer neither started nor said why not"
+            self.report = json.loads(pipe.readline() or b"{}")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_log(self, pattern: str, count: int = 1) -> None:
+        """Until the packer has logged ``pattern`` (a regular expression) ``count`` times."""
+        wait_until(lambda: len(re.findall(pattern, self.log)) >= count, f"{pattern!r} in the log:\n{self.log}")
+
+    def connect(self, role: str, session: str, **options: Any) -> transport.Channel:
+        options = {"key": self.key, "device_uuid": "host", "timeout_s": DEADLINE_S, **options}
+        return transport.connect(self.socket, options.pop("key"), role, session, **options)[0]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+
+
+@contextlib.contextmanager
+def running_packer(directory: Path, *flags: str, **settings: object) -> Iterator[Packer]:
+    """A packer that is ready, stopped at the end of the block."""
+    packer = Packer(directory, *flags, **settings)
+    try:
+        assert "pid" in packer.report, packer.report
+        yield packer
+    finally:
+        packer.close()
+
+
+class Engine:
+    """The engine's end, by hand: maps what it is told to, keeps leases until ``release``."""
+
+    def __init__(self, packer: Packer) -> None:
+        self.session = secrets.token_hex(8)
+        self.channel = packer.connect("engine", self.session)
+        self.segments: dict[int, SharedMemory] = {}
+        self.fds: list[int] = []  # of the last message
+
+    def next(self, timeout_s: float = DEADLINE_S) -> OutputReady:
+        """The next OUTPUT_READY."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            received = self.channel.receive(deadline - time.monotonic())
+            assert received is not None, "no OUTPUT_READY came"
+            transport.close_fds(self.fds)
+            message, self.fds = received
+            if isinstance(message, OutputReady):
+                return message
+            assert isinstance(message, protocol.Segment), message
+            self.segments[message.segment] = SharedMemory.attach(self.fds.pop(), message.nbytes)
+
+    def read(self, ready: OutputReady) -> list[bytes]:
+        """The bytes of each lease."""
+        assert not ready.error, ready.error
+        return [
+            self.segments[lease.segment].buffer[lease.offset : lease.offset + lease.nbytes] for lease in ready.leases
+        ]
+
+    def release(self, *leases: int) -> None:
+        self.channel.send(protocol.Release(leases))
+
+    def close(self) -> None:
+        self.channel.close()
+        transport.close_fds(self.fds)
+        self.fds = []
+        for segment in self.segments.values():
+            segment.close()
+
+
+class Worker:
+    """The worker's end, by hand: one arena chunk, one timeline, and nothing that would stop a test from misusing them."""
+
+    def __init__(self, packer: Packer, session: str, arena_bytes: int = 2 * MIB) -> None:
+        self.channel = packer.connect("worker", session)
+        self.timeline = SharedMemory.create("test-timeline", 4096)
+        self.arena = SharedMemory.create("test-arena", arena_bytes)
+        self.value = 0  # the last that was given to an export
+        self.channel.send(MapTimeline(), self.timeline.fd)
+        self.channel.send(MapArena(0, arena_bytes), self.arena.fd)
+
+    def reach(self, value: int) -> None:
+        """Everything up to ``value`` is complete on the device."""
+        struct.pack_into("<Q", self.timeline.buffer, 0, value)
+
+    def write(self, data: bytes, offset: int = 0) -> Piece:
+        """Put ``data`` into the arena."""
+        self.arena.buffer[offset : offset + len(data)] = data
+        return Piece(0, offset, len(data))
+
+    def export(self, output: str, *pieces: Piece, complete: bool = True) -> int:
+        """Have the packer start on ``output``; the timeline value it waits for, which is reached if ``complete``."""
+        self.value += 1
+        if complete:
+            self.reach(self.value)
+        self.channel.send(Export(output, self.value, pieces))
+        return self.value
+
+    def skeleton(self, output: str, payload: bytes = b"", fd: int | None = None, **fields: int) -> None:
+        self.channel.send(Skeleton(output, payload, MAC, **fields), fd)
+
+    def answer(self, timeout_s: float = DEADLINE_S) -> Message:
+        """The packer's next message to this worker."""
+        received = self.channel.receive(timeout_s)
+        assert received is not None, "the packer did not answer"
+        transport.close_fds(received[1])
+        return received[0]
+
+    def close(self) -> None:
+        self.channel.close()
+        self.timeline.close()
+        self.arena.close()
+
+
+def transfer(engine: Engine, worker: Worker, nbytes: int = 5000) -> None:
+    """One output of random bytes the whole way and its lease back, checked at every step."""
+    output, data = f"transfer-{secrets.token_hex(8)}", secrets.token_bytes(nbytes)
+    worker.export(output, worker.write(data))
+    worker.skeleton(output, b"skeleton")
+    ready = engine.next()
+    assert (ready.output, ready.payload) == (output, b"skeleton")
+    assert engine.read(ready) == [data]
+    assert worker.answer() == Ack(output)
+    engine.release(*(lease.lease for lease in ready.leases))
+
+
+@contextlib.contextmanager
+def session(packer: Packer, **options: Any) -> Iterator[tuple[Engine, Worker]]:
+    """An engine and a worker in one session."""
+    with (
+        contextlib.closing(Engine(packer)) as engine,
+        contextlib.closing(Worker(packer, engine.session, **options)) as worker,
+    ):
+        yield engine, worker
