@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -30,6 +33,7 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache  # nvidia-smi takes up to a second
 def gpus() -> list[str]:
     query = [
         "nvidia-smi",
@@ -40,6 +44,14 @@ def gpus() -> list[str]:
         return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
+
+
+def name() -> str:
+    """What results of this machine are called: "h200" for an NVIDIA H200, "host" where there is no GPU."""
+    found = gpus()
+    if not found:
+        return "host"
+    return re.sub(r"[^a-z0-9]+", "-", found[0].split(",")[0].lower().removeprefix("nvidia")).strip("-")
 
 
 def versions() -> dict[str, str]:
@@ -58,7 +70,7 @@ def result(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str,
         "benchmark": benchmark,
         "machine": machine(),
         "versions": versions(),
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **more,
         "rows": rows,
@@ -68,12 +80,26 @@ def result(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str,
 def percentile(samples: list[float], percent: float) -> float:
     """The nearest-rank percentile: always a value that was measured."""
     ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, max(0, round(percent / 100 * len(ordered) + 0.5) - 1))]
+    return ordered[max(math.ceil(percent * len(ordered) / 100), 1) - 1]
 
 
 def write(path: str | None, value: dict[str, Any]) -> None:
     if path:
         Path(path).write_text(json.dumps(value, indent=1) + "\n")
+
+
+class Recorder:
+    """Writes the one object anew with every row, so that a run that is cut short leaves what it has measured."""
+
+    def __init__(self, path: str | Path | None, benchmark: str, **more: Any) -> None:
+        self.benchmark = benchmark
+        self.rows: list[dict[str, Any]] = []
+        self._path = None if path is None else str(path)
+        self._value = result(benchmark, self.rows, **more)
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        self.rows.extend(rows)
+        write(self._path, self._value)
 
 
 def _lines(path: str) -> list[str]:

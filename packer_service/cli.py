@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
@@ -77,6 +78,12 @@ def serve(
     """Run a packer on one device until it is told to stop."""
     from packer_service.server import Server
 
+    # Blocked in every thread and taken by one that waits for them: a handler would run inside whatever the main thread
+    # is at, a lock of the server included, and its wake-up could be lost.
+    signals = {signal.SIGTERM} if managed else {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if managed:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings = Settings.load(given)
         logging.basicConfig(
@@ -87,8 +94,9 @@ def serve(
     except (PackerError, OSError, MemoryError) as error:
         _report(ready_fd, error=str(error))
         raise SystemExit(f"packer-service serve: {error}") from error
-    signal.signal(signal.SIGTERM, lambda *_: server.stop("SIGTERM"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN if managed else lambda *_: server.stop("SIGINT"))
+    threading.Thread(
+        target=lambda: server.stop(signal.Signals(signal.sigwait(signals)).name), name="signals", daemon=True
+    ).start()
     server.start()
     _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
     reason = server.wait()

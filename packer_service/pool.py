@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 POPULATE_THREADS = 8
 _RETRY_GROWTH_S = 5.0
+_OTHERS_POLL_S = 0.02
 
 
 class Budget:
@@ -116,6 +117,7 @@ class Pool:
         self._blocked_until = 0.0
         self._growth_error = ""
         self._last_use = time.monotonic()
+        self._refusing = False  # no more grants
         self._closed = False
         self._grower = threading.Thread(target=self._grow_and_trim, name="pool-grower", daemon=True)
         self._grower.start()
@@ -131,7 +133,7 @@ class Pool:
             waited = False
             try:
                 while True:
-                    if self._closed:
+                    if self._refusing:
                         raise PoolExhausted("the pool is closed: its engine is gone")
                     region = self._try_allocate(nbytes)
                     if region is not None:
@@ -140,10 +142,11 @@ class Pool:
                         return region
                     could_grow = self._ask_for(nbytes)
                     remaining = begin + timeout_s - time.monotonic()
-                    if remaining <= 0 or (not could_grow and not self._regions):
+                    others = not could_grow and self._others_hold(nbytes)
+                    if remaining <= 0 or not (could_grow or self._regions or others):
                         raise PoolExhausted(self._why_exhausted(nbytes))
                     waited = True
-                    self._space.wait(remaining)
+                    self._space.wait(min(remaining, _OTHERS_POLL_S) if others else remaining)
             finally:
                 if waited:
                     self.waits += 1
@@ -188,6 +191,11 @@ class Pool:
         self._wanted = align(nbytes)
         self._work.notify()
         return True
+
+    def _others_hold(self, nbytes: int) -> bool:
+        """Whether growth would be possible without the pools of other engines, one of which may be leaving just now."""
+        own = sum(segment.memory.nbytes for segment in self._segments)
+        return time.monotonic() >= self._blocked_until and own + align(nbytes) <= self._budget.max_bytes
 
     def grow(self, nbytes: int) -> None:
         """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
@@ -278,13 +286,19 @@ class Pool:
         with self._lock:
             return sum(region.nbytes for region in self._regions.values())
 
+    def refuse(self) -> None:
+        """Grant nothing more and let nobody wait: the engine is gone. What is out stays valid until ``close``."""
+        with self._lock:
+            self._refusing = True
+            self._space.notify_all()
+
     def close(self) -> None:
         """Give all memory back. Nobody may copy into a region any more. The engine's own mapping lives on."""
+        self.refuse()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._space.notify_all()
             self._work.notify()
         self._grower.join()
         with self._lock:

@@ -25,6 +25,8 @@ from packer_service.session import EngineSession, WorkerSession
 
 logger = logging.getLogger(__name__)
 
+_ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
+
 
 class Server:
     """One packer on one device: ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends.
@@ -151,6 +153,8 @@ class Server:
 
     def _admit(self, hello: Hello, proof: bytes) -> Welcome:
         with self._changed:
+            if hello.role == "worker":  # its engine was welcomed, but the thread that enters it may not have got there
+                self._changed.wait_for(lambda: hello.session in self._engines, _ENTRY_S)
             known = hello.session in self._engines
         if hello.role == "engine" and known:
             raise HandshakeError(f"session {hello.session} has an engine already")
@@ -183,6 +187,7 @@ class Server:
         try:
             engine.serve()
         finally:
+            pool.refuse()
             with self._changed:
                 del self._engines[engine.name]
                 workers = [worker for worker in self._workers if worker.engine is engine]
@@ -234,10 +239,13 @@ def _listen(path: Path) -> socket.socket:
             if not stat.S_ISSOCK(path.stat().st_mode):
                 raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+                probe.settimeout(5.0)  # one that is stopped and whose queue is full would never answer
                 try:
                     probe.connect(str(path))
                 except ConnectionRefusedError:
                     logger.info("a stale socket is replaced: %s", path)
+                except OSError as error:
+                    raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
                 else:
                     raise SettingError(f"another packer listens at {str(path)!r}: give each its own socket")
             with suppress(FileNotFoundError):

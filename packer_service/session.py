@@ -47,6 +47,8 @@ from packer_service.transport import Channel, close_fds
 
 logger = logging.getLogger(__name__)
 
+PROBE_WAIT_S = 10.0  # whatever wait_s says: the pool of a packer's second engine is empty until it grows
+_PROBE = ""  # stands for a probe among the outputs; no output is called so
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
 
 
@@ -126,7 +128,7 @@ class Transfer:
 
     export: Export
     copied: bool
-    second: Skeleton | Withdraw | None = None
+    second: Skeleton | Withdraw | Probe | None = None
     host_fd: int | None = None
     regions: list[Region] = field(default_factory=list)
     marker: Marker | None = None  # None: not submitted
@@ -175,6 +177,8 @@ class WorkerSession:
                 message, fds = received
                 try:
                     self._handle(message, fds)
+                except PeerClosed:  # an answer found nobody; what the worker sent before it died is still to be read
+                    pass
                 finally:
                     close_fds(fds)
         except PeerClosed:
@@ -199,6 +203,8 @@ class WorkerSession:
             case MapArena():
                 self._map_arena(message, fds)
             case protocol.UnmapArena():
+                with self._lock:
+                    self._check_unused({message.arena})
                 self._unmap_arena(message.arena)
                 self._channel.send(protocol.Unmapped(message.arena))
             case protocol.MapTimeline():
@@ -206,7 +212,7 @@ class WorkerSession:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
                 self._timeline = self._device.open_timeline(SharedMemory.attach(fds.pop(), TIMELINE_BYTES))
             case Probe():
-                self._probe(message)
+                self._start(Export(_PROBE, message.ready, (message.piece,), message.event), message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not a worker's to send")
 
@@ -224,8 +230,17 @@ class WorkerSession:
         if arena is not None and not isinstance(arena, str):
             arena.close()
 
-    def _start(self, export: Export) -> None:
+    def _check_unused(self, arenas: set[int]) -> None:
+        """No chunk may be unmapped under a copy: that would take the whole packer down. ``_lock`` is held."""
+        for transfer in self._transfers.values():
+            used = {piece.arena for piece in transfer.export.pieces} & arenas if not transfer.copied else set()
+            if used:
+                raise ProtocolError(f"arena chunk {used.pop()} is in use by output {transfer.output}")
+
+    def _start(self, export: Export, second: Probe | None = None) -> None:
         """Submit the copies now, if there is room now; otherwise leave them to the finisher, which may wait."""
+        if export.pieces and not export.event and self._timeline is None:
+            raise ProtocolError("an output came before the worker's timeline")
         with self._lock:
             if export.output in self._transfers:
                 raise ProtocolError(f"output {export.output} is exported already")
@@ -233,7 +248,9 @@ class WorkerSession:
                 raise ProtocolError(f"{MAX_TRANSFERS} outputs are in flight already")
             for piece in export.pieces:
                 self._check(piece)
-            transfer = self._transfers[export.output] = Transfer(export, copied=not export.pieces)
+            if export.close:
+                self._check_unused(set(export.close))
+            transfer = self._transfers[export.output] = Transfer(export, copied=not export.pieces, second=second)
             if transfer.copied:
                 return
             if not self._unsubmitted:
@@ -259,28 +276,13 @@ class WorkerSession:
         if copied:
             self._settle(transfer)
 
-    def _probe(self, probe: Probe) -> None:
-        """Do once, for nothing, what every output needs: wait for the marker, copy, read."""
-        try:
-            self._check(probe.piece)
-            region = self.engine.pool.allocate(probe.piece.nbytes, self._wait_s)
-            try:
-                self._submit(Export("probe", probe.ready, (probe.piece,), probe.event), [region]).synchronize()
-                start = region.offset
-                digest = hashlib.sha256(region.segment.memory.buffer[start : start + region.nbytes]).digest()
-            finally:
-                self.engine.pool.release(region.number)
-            self._channel.send(Probed(digest))
-        except PeerClosed:
-            raise
-        except PackerError as error:
-            self._channel.send(Probed(error=str(error)))
-
     def _check(self, piece: Piece) -> None:
         """A piece must lie inside its chunk, as the device itself measured it."""
         arena = self._arenas.get(piece.arena)
         if arena is None:
             raise ProtocolError(f"arena chunk {piece.arena} was never mapped")
+        if any(piece.arena in other.export.close for other in self._transfers.values()):
+            raise ProtocolError(f"arena chunk {piece.arena} is in use by an output that will close it")
         if not isinstance(arena, str) and piece.offset + piece.nbytes > arena.nbytes:
             raise ProtocolError(
                 f"{piece.nbytes} bytes at {piece.offset} lie outside arena chunk {piece.arena} of {arena.nbytes}"
@@ -301,13 +303,13 @@ class WorkerSession:
             transfer.marker = self._submit(transfer.export, transfer.regions)
         except DeviceError as error:
             transfer.abandoned = str(error)
+            transfer.marker = self._stream.record()  # what was submitted must be past before the regions go back
 
     def _submit(self, export: Export, regions: list[Region]) -> Marker:
         if export.event:
             self._stream.wait_event(export.event)
-        elif self._timeline is None:
-            raise ProtocolError("an output came before the worker's timeline")
         else:
+            assert self._timeline is not None  # _start looked
             self._stream.wait_timeline(self._timeline, export.ready)
         for piece, region in zip(export.pieces, regions, strict=True):
             arena = self._arenas[piece.arena]
@@ -337,7 +339,8 @@ class WorkerSession:
     def _finish(self, transfer: Transfer) -> None:
         if transfer.marker is None:
             if not transfer.abandoned:
-                self._try_submit(transfer, self._wait_s, last=True)
+                wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
+                self._try_submit(transfer, wait_s, last=True)
             with self._lock:
                 self._unsubmitted -= 1
         if transfer.marker is not None:
@@ -354,7 +357,9 @@ class WorkerSession:
             del self._transfers[transfer.output]
         for number in transfer.export.close:
             self._unmap_arena(number)
-        if isinstance(transfer.second, Withdraw):
+        if isinstance(transfer.second, Probe):
+            self._answer_probe(transfer)
+        elif isinstance(transfer.second, Withdraw):
             self._drop(transfer)
             if transfer.second.error:
                 self._tell_engine(OutputReady(transfer.output, error=transfer.second.error))
@@ -363,6 +368,16 @@ class WorkerSession:
             self._nack(transfer)
         else:
             self._publish(transfer)
+
+    def _answer_probe(self, transfer: Transfer) -> None:
+        """A probe does once, for nothing, what every output needs: wait for the marker, copy, read."""
+        digest = b""
+        if not transfer.abandoned:
+            (region,) = transfer.regions
+            data = region.segment.memory.buffer[region.offset : region.offset + region.nbytes]
+            digest = hashlib.sha256(data).digest()
+        self._drop(transfer)
+        self._channel.send(Probed(digest, transfer.abandoned[:4000]))
 
     def _publish(self, transfer: Transfer) -> None:
         skeleton = transfer.second

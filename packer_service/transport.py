@@ -22,6 +22,7 @@ from packer_service.errors import HandshakeError, PackerUnavailable, PeerClosed,
 from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused, Welcome
 
 _UCRED = struct.Struct("3i")
+_FD = struct.Struct("i")
 
 
 def close_fds(fds: list[int]) -> None:
@@ -63,7 +64,8 @@ class Channel:
             if fd is None:
                 self._socket.send(data, flags)
             else:
-                socket.send_fds(self._socket, [data], [fd], flags)
+                # not socket.send_fds, which ignores flags (and recv_fds too)
+                self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))], flags)
         except (BrokenPipeError, ConnectionError) as error:
             raise PeerClosed(f"the peer is gone: {error}") from error
         except OSError as error:
@@ -102,7 +104,16 @@ class Channel:
             raise
 
     def _receive(self) -> tuple[bytes, list[int], int, object]:
-        return socket.recv_fds(self._socket, protocol.MAX_MESSAGE_BYTES, protocol.MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, address = self._socket.recvmsg(
+            protocol.MAX_MESSAGE_BYTES, socket.CMSG_LEN(protocol.MAX_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC
+        )
+        fds = [
+            fd
+            for level, kind, content in ancillary
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (fd,) in _FD.iter_unpack(content[: len(content) - len(content) % _FD.size])
+        ]
+        return data, fds, flags, address
 
     @property
     def peer_pid(self) -> int:

@@ -139,6 +139,11 @@ def a_trajectory(pipeline: Pipeline, params: Any, image: torch.Tensor) -> Diffus
     )
 
 
+def a_wordy_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    """The image beside 100 kB that are no array."""
+    return DiffusionOutput(output={"output": {"image": image, "text": f"{params.seed:04}" * 25_000}})
+
+
 def an_unpicklable_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
     return DiffusionOutput(output={"output": {"image": image, "callable": lambda: None}})
 
@@ -162,6 +167,7 @@ BEHAVIOURS = {
     "views": two_views,
     "dict": a_dict,
     "trajectory": a_trajectory,
+    "wordy": a_wordy_dict,
     "unpicklable": an_unpicklable_dict,
     "error": an_error_raised,
     "output_error": an_error_returned,

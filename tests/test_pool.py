@@ -146,10 +146,14 @@ def test_two_pools_share_one_budget_and_a_closed_one_gives_its_part_back(new_poo
     budget = Budget(4 * MIB)
     one, other = new_pool(budget=budget, ready=4 * MIB), new_pool(budget=budget, ready=0)
     with pytest.raises(PoolExhausted):
-        other.allocate(1, DEADLINE_S)
-    one.close()
+        other.allocate(1, 0.05)
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(other.allocate, MIB, DEADLINE_S)
+        wait_until(lambda: other._space._waiters, "the allocation waits for the other pool to leave")
+        one.close()
+        assert waiting.result(DEADLINE_S).nbytes == MIB
+    other.close()
     assert budget.left == 4 * MIB
-    assert other.allocate(MIB, DEADLINE_S).nbytes == MIB
 
 
 def test_growth_that_the_driver_refuses_leaves_nothing_half_made_and_names_the_reason(new_pool, device):

@@ -23,6 +23,12 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (f"{_EXECUTOR}._init_result_queue", ("self", "result_handle"), ()),
     (f"{_EXECUTOR}._start_result_pump", ("self",), ("_result_pump_threads", "_result_mqs")),
     (f"{_EXECUTOR}._result_pump", ("self", "result_mq"), ("dequeue", "_finish_output", "_batch_split_map")),
+    (
+        f"{_EXECUTOR}._finish_output",
+        ("self", "async_output_id", "result", "exc"),
+        ("_output_futures", "_completed_outputs"),
+    ),
+    (f"{_EXECUTOR}._deliver_batch_split", ("self", "per_req_map", "batch_output", "error"), ("_finish_output",)),
     (f"{_EXECUTOR}.shutdown", ("self",), ("_result_pump_threads", "_pump_stop")),
     (
         f"{_WORKER}.__init__",

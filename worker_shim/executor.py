@@ -10,6 +10,7 @@ end     vllm-omni's own shutdown (workers, then pumps) -> engine sessions -> pac
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import secrets
 import threading
 import types
@@ -116,12 +117,20 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         launch = multiproc_executor.MultiprocDiffusionExecutor._launch_workers
         if self._handoff is None:
             return launch(self, *args, **kwargs)
-        ours = types.SimpleNamespace(worker_main=functools.partial(worker_main, handoff=self._handoff))
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        entry = functools.partial(worker_main, handoff=self._handoff, refusals=writer)
+        ours = types.SimpleNamespace(worker_main=entry)
         namespace = {**launch.__globals__, "WorkerProc": ours}
         rebound = types.FunctionType(
             launch.__code__, namespace, launch.__name__, launch.__defaults__, launch.__closure__
         )
-        return rebound(self, *args, **kwargs)
+        with reader, writer:
+            try:
+                return rebound(self, *args, **kwargs)
+            except Exception as error:
+                if reader.poll():
+                    raise PackerUnavailable(reader.recv()) from error
+                raise
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
@@ -135,6 +144,18 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             )
             self._result_pump_threads.append(thread)
             thread.start()
+
+    def _finish_output(self, async_output_id: str, result: Any, exc: BaseException | None) -> None:
+        """vllm-omni's own, under its lock, plus a batch whose split map came while the pump unpacked its output.
+
+        The pump looks for the map before it unpacks and ``execute_batch`` for the output before it registers the map: each
+        can miss the other, and vllm-omni would then keep the whole batch for ever, with its requests waiting.
+        """
+        per_request = self._batch_split_map.pop(async_output_id, None)
+        if per_request is None:
+            super()._finish_output(async_output_id, result, exc)
+        else:
+            self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
     def shutdown(self) -> None:
         """End workers, pumps, sessions and packers, in that order. Idempotent; concurrent callers wait for the first."""

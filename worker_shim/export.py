@@ -1,8 +1,8 @@
 """The exporter: stages a worker's outputs in the arena and hands them to the packer.
 
 Note [Who does what in the worker]
-Main thread, in ``stage``: find the device arrays, copy them into slots on the current stream, signal, tell the packer to
-start. It never waits for the packer: a message that finds no room goes to the outbox.
+Main thread, in ``stage``: find the device arrays, tell the packer to start, copy them into slots on the current stream,
+signal. It never waits for the packer: a message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling, copying host arrays, a full arena.
 Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
 
@@ -20,7 +20,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ OWN_PIECE_BYTES = (
 PROBE_BYTES = 1 << 16
 _NO_SIGNAL = Signal(0)
 
+Salvage = Callable[[object, Callable[[object], object]], bool]
+"""(output, dump) -> whether to try again; see ``Exporter.submit``."""
+
 
 @dataclass
 class Staged:
@@ -53,8 +56,9 @@ class Staged:
     output_id: str
     output: object  # until it is pickled
     places: dict[int, Place]  # of each device array, by id()
-    views: list[torch.Tensor]  # one flat uint8 tensor a piece
-    slots: list[Slot]  # of those pieces that are in the arena
+    views: list[torch.Tensor] = field(default_factory=list)  # one flat uint8 tensor a piece
+    copies: list[tuple[torch.Tensor, Place]] = field(default_factory=list)  # main thread only: what to copy into them
+    slots: list[Slot] = field(default_factory=list)  # of those pieces that are in the arena
     overflow_bytes: int = 0  # of the pieces that are clones
     pieces: tuple[Piece, ...] = ()  # as the packer reads them; empty while they are clones
     imports: tuple[int, ...] = ()  # numbers of the direct pieces' allocations
@@ -146,21 +150,47 @@ class Exporter:
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
-        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)}, [], [])
-        with torch.no_grad():
-            if not self._take(staged, tensors, places, sizes):
+        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)})
+        try:
+            if not self._place(staged, tensors, places, sizes):
                 return None
-        staged.signal = self.device.signal()
+        except torch.OutOfMemoryError as error:
+            logger.warning("output %s finds no device memory to wait in: %s", output_id, error)
+            self.release(staged)
+            return None
         with self._lock:
             self._pending[output_id] = staged
-        if staged.pieces or not sizes:
+        announced = self.device.next_signal() if staged.pieces else None
+        if announced is not None:
+            staged.signal = announced
+            self._send_soon(_export(staged))  # the packer gets ready while the copies below are submitted
+        try:
+            with torch.no_grad():
+                _fill(staged.views, staged.copies)
+            staged.signal = self.device.signal()
+        except Exception:
+            self._abandon(staged, announced)
+            raise
+        staged.copies = []
+        if announced is None and (staged.pieces or not sizes):
             self._send_soon(_export(staged))
         return staged
 
-    def _take(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
-        """Have the bytes of ``tensors`` in pieces of these ``sizes``, one of the three ways of Note [Held until the ack]."""
+    def _abandon(self, staged: Staged, announced: Signal | None) -> None:
+        """The device failed while it was staging: nobody may wait for a signal that will not come."""
+        if announced is not None:
+            self.device.force(announced)
+            self._send_soon(Withdraw(staged.output_id))
+        self._forget(staged)
+        self.release(staged)
+
+    def _place(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
+        """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
+
+        ``staged.copies`` says what has yet to be copied where.
+        """
         if sum(map(align, sizes)) > self._arena.max_bytes:
-            return self._take_direct(staged, tensors, places, sizes)
+            return self._place_directly(staged, tensors, places, sizes)
         slots = self._arena.allocate(sizes)
         if slots is not None:
             staged.slots, staged.views = slots, [slot.view for slot in slots]
@@ -173,10 +203,12 @@ class Exporter:
                 "output %s finds no room to wait in: see arena_max_bytes and overflow_max_bytes", staged.output_id
             )
             return False
-        _fill(staged.views, tensors, places)
+        staged.copies = list(zip(tensors, places, strict=True))
         return True
 
-    def _take_direct(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
+    def _place_directly(
+        self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]
+    ) -> bool:
         """Export each piece where it lies; small arrays, which share a piece, and other layouts are copied by torch first."""
         try:
             for piece, size in enumerate(sizes):
@@ -185,7 +217,7 @@ class Exporter:
                     view = skeleton.flat_bytes(owners[0][0])
                 else:
                     view = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-                    _fill([view], [t for t, _ in owners], [Place(0, p.offset) for _, p in owners])
+                    staged.copies += owners
                 staged.views.append(view)
             allocations = [self.device.find_allocation(view) for view in staged.views]
         except DeviceError as error:
@@ -239,14 +271,15 @@ class Exporter:
 
     # -- export thread -------------------------------------------------------------------------------------------------
 
-    def submit(self, staged: Staged) -> None:
+    def submit(self, staged: Staged, salvage: Salvage = lambda output, dump: False) -> None:
         """Send the second half. Whatever goes wrong with the packer comes back through ``on_handed_back``.
 
-        Raises only what pickling the output raises; the output is withdrawn then.
+        Raises only what pickling the output raises; the output is withdrawn then. Before that ``salvage`` may take out of
+        the output what cannot be pickled, and return True to have it tried once more.
         """
         self._flush()
         try:
-            host_bytes, tail = self._pickle(staged)
+            host_bytes, tail = self._pickle(staged, salvage)
         except Exception:
             staged.failed = True
             self._send_second(staged, Withdraw(staged.output_id))
@@ -259,7 +292,7 @@ class Exporter:
         mac = skeleton.mac(self._mac_key, staged.output_id, payload)
         self._send_second(staged, Skeleton(staged.output_id, b"" if tail else payload, mac, host_bytes, tail))
 
-    def _pickle(self, staged: Staged) -> tuple[int, int]:
+    def _pickle(self, staged: Staged, salvage: Salvage) -> tuple[int, int]:
         """Make the payload and the memfd of host arrays, and let go of the output.
 
         Returns the memfd's bytes, and how many of them are a payload too large for a message.
@@ -271,7 +304,15 @@ class Exporter:
             with self.device.after(staged.signal.value):  # hidden where find_tensors does not look
                 return tensor.detach().cpu()
 
-        staged.payload, host = skeleton.dump(staged.output, staged.places, to_host)
+        def dump(output: object) -> tuple[bytes, skeleton.HostArrays]:
+            return skeleton.dump(output, staged.places, to_host)
+
+        try:
+            staged.payload, host = dump(staged.output)
+        except Exception:
+            if not salvage(staged.output, dump):
+                raise
+            staged.payload, host = dump(staged.output)
         staged.output = None
         tail = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
         nbytes = host.nbytes + tail
@@ -434,13 +475,15 @@ def plan(sizes: list[int]) -> tuple[list[Place], list[int]]:
     return places, pieces
 
 
-def _fill(views: list[torch.Tensor], tensors: list[torch.Tensor], places: list[Place]) -> None:
+def _fill(views: list[torch.Tensor], copies: list[tuple[torch.Tensor, Place]]) -> None:
     """Copy every tensor to its place, on the current stream. Any layout becomes dense; lazy conj and neg are resolved."""
-    for tensor, place in zip(tensors, places, strict=True):
+    for tensor, place in copies:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
-            target = views[place.piece][place.offset : place.offset + nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            target = views[place.piece]
+            if nbytes != target.numel():
+                target = target[place.offset : place.offset + nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _piece(slot: Slot) -> Piece:

@@ -21,6 +21,9 @@ from packer_service.devices.host import TIMELINE_BYTES
 from packer_service.errors import DeviceError
 from packer_service.memory import SharedMemory
 
+if driver is not None:
+    _GEQ = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+
 
 class Chunk(NamedTuple):
     """Device memory as the arena uses it: a flat uint8 ``tensor``, and what a packer needs to import it."""
@@ -66,8 +69,16 @@ class ExportDevice(Protocol):
         """The allocation that a dense tensor lies in. DeviceError where it cannot be exported (expandable segments)."""
         ...
 
+    def next_signal(self) -> Signal | None:
+        """What ``signal`` will return next, where a packer may wait for it already; None where it may not (events)."""
+        ...
+
     def signal(self) -> Signal:
-        """Mark what the current stream was given so far. The wait for it may start before or after this call."""
+        """Mark what the current stream was given so far."""
+        ...
+
+    def force(self, signal: Signal) -> None:
+        """Meet ``signal`` from the CPU because the device no longer will. What it stood for is not complete."""
         ...
 
     def retire(self, signal: Signal) -> None:
@@ -115,10 +126,16 @@ class HostExportDevice:
     def find_allocation(self, tensor: torch.Tensor) -> Allocation:
         raise DeviceError("host memory cannot be exported where it lies, only staged")
 
+    def next_signal(self) -> Signal:
+        return Signal(self._value + 1)
+
     def signal(self) -> Signal:
-        self._value += 1
-        struct.pack_into("<Q", self.timeline.buffer, 0, self._value)
+        self.force(Signal(self._value + 1))
         return Signal(self._value)
+
+    def force(self, signal: Signal) -> None:
+        self._value = signal.value
+        struct.pack_into("<Q", self.timeline.buffer, 0, self._value)
 
     def retire(self, signal: Signal) -> None:
         pass
@@ -199,11 +216,16 @@ class CudaExportDevice:
         handle = handle_bytes(call(driver.cuIpcGetMemHandle, base))
         return Allocation(handle, int(nbytes), tensor.data_ptr() - int(base))
 
+    def next_signal(self) -> Signal | None:
+        return None if self._use_events else Signal(self._value + 1)
+
+    def force(self, signal: Signal) -> None:
+        self._value = self._counter.value = signal.value
+
     def signal(self) -> Signal:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         if stream != self._last_stream and self._last_stream is not None:  # Note [Timeline and streams]
-            flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-            call(driver.cuStreamWaitValue64, stream, self._pointer, self._value, flags)
+            call(driver.cuStreamWaitValue64, stream, self._pointer, self._value, _GEQ)
         self._last_stream = stream
         call(driver.cuStreamWriteValue64, stream, self._pointer, self._value + 1, 0)
         self._value += 1
@@ -231,8 +253,7 @@ class CudaExportDevice:
     def after(self, value: int) -> Iterator[None]:
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(self.device)
-        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        call(driver.cuStreamWaitValue64, self._side_stream.cuda_stream, self._pointer, value, flags)
+        call(driver.cuStreamWaitValue64, self._side_stream.cuda_stream, self._pointer, value, _GEQ)
         with torch.cuda.stream(self._side_stream):
             yield
         self._side_stream.synchronize()

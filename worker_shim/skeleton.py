@@ -216,6 +216,8 @@ def load(
             else np.frombuffer(bytearray(spec.inline), np.uint8)
         )
         if spec.kind == "numpy":
+            if not spec.nbytes:  # its items may have no size either
+                return np.empty(spec.shape, np.dtype(spec.dtype))
             return flat.view(np.dtype(spec.dtype)).reshape(spec.shape)
         return tensor_from_bytes(torch.from_numpy(flat), spec)
 

@@ -8,12 +8,15 @@ done before, and what fails later is caught, sent as OUTPUT_READY with an error,
 from __future__ import annotations
 
 import functools
+import pickle
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
-from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
+from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_output_shm
 from vllm_omni.diffusion.worker import diffusion_worker
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 from vllm_omni.platforms import current_omni_platform
@@ -55,7 +58,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             except (PackerError, OSError) as error:
                 if self.handoff.settings.fallback == "fail":
                     worker.shutdown()
-                    raise
+                    raise PackerUnavailable(f"worker {gpu_id}: {error}") from error
                 logger.warning(
                     "packer: worker %d serves through vllm-omni's own output path: %s."
                     " The setting fallback='fail' refuses instead",
@@ -125,7 +128,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             try:
                 if isinstance(job, Staged):
                     assert self.exporter is not None
-                    self.exporter.submit(job)
+                    self.exporter.submit(job, fail_unpicklable)
                 elif isinstance(job, _HandedBack):
                     self._send_handed_back(job)
                 else:
@@ -133,7 +136,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     self._settled(output_id)
             except Exception as error:
                 logger.exception("output %s failed after its forward", output_id)
-                self._send_error(output_id, f"the output could not be handed over: {type(error).__name__}: {error}")
+                self._send_error(output_id, _not_handed_over(error))
                 if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
                     self._settled(output_id)
 
@@ -157,9 +160,14 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         output = pack_diffusion_output_shm(job.output, d2h_stream=stream)
         if stream is not None:
             stream.synchronize()
-        self._enqueue_result(
-            AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
-        )
+        message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
+        try:
+            self._enqueue_result(message)
+        except Exception:
+            if not fail_unpicklable(output, pickle.dumps):
+                unpack_diffusion_output_shm(output)  # nobody else removes its named SHM
+                raise
+            self._enqueue_result(message)
 
     @functools.cached_property
     def _torch_device(self) -> torch.device:
@@ -199,8 +207,33 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                 self.exporter = None
 
 
-def worker_main(*args: Any, handoff: Handoff, **kwargs: Any) -> None:
-    """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only."""
+def fail_unpicklable(output: object, dump: Callable[[object], object]) -> bool:
+    """Of a batch that does not pickle, make those results errors that do not. False where ``output`` is no batch."""
+    if not isinstance(output, BatchRunnerOutput):
+        return False
+    for part in output.runner_outputs:
+        try:
+            dump(part)
+        except Exception as error:
+            logger.exception("the output of request %s cannot be pickled", part.request_id)
+            unpack_diffusion_output_shm(part)  # nobody else removes its named SHM, where it has some
+            part.result = DiffusionOutput(error=_not_handed_over(error))
+    return True
+
+
+def _not_handed_over(error: Exception) -> str:
+    return f"the output could not be handed over: {type(error).__name__}: {error}"
+
+
+def worker_main(*args: Any, handoff: Handoff, refusals: Connection, **kwargs: Any) -> None:
+    """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only.
+
+    vllm-omni's executor only learns that a worker ended; why it refused to start goes through ``refusals``.
+    """
     main = diffusion_worker.WorkerProc.worker_main
     diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff})
-    main(*args, **kwargs)
+    try:
+        main(*args, **kwargs)
+    except PackerUnavailable as error:
+        refusals.send(str(error))
+        raise

@@ -4,6 +4,11 @@ Note [Waiting without burning a core or a connection]
 The context is made with blocking synchronization: a thread that waits for a copy sleeps in the kernel. And the process
 takes 32 hardware connections instead of 8 before the driver is initialized: a stream stalled in a timeline wait occupies
 its connection, and with the default sixteen stalled workers would stop every other stream of the process.
+
+Note [The end of a copy]
+Waking a sleeping thread costs about 0.1 ms, as much as a small copy itself. How long a forward takes nobody knows, so its
+end is slept for; how long a copy takes follows from its bytes, so the thread sleeps until shortly before and polls the rest,
+for at most ``_SPIN_S``. That is the only polling there is, and a packer that waits for a forward burns nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import bisect
 import ctypes
 import os
 import threading
+import time
 from typing import Any
 
 from packer_service import affinity
@@ -22,17 +28,24 @@ from packer_service.memory import SharedMemory
 REGISTER_BYTES = 64 << 20  # one registration; larger ones delay copies that run beside them
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _MAX_CONNECTIONS = "32"
+_SPIN_S = 0.0004
+_FIRST_GUESS_BYTES_PER_S = 50e9  # PCIe 5 x16; too high a guess only means an earlier look
+_TELLING_BYTES = 8 << 20
 
 try:
     from cuda.bindings import driver
 except ImportError:  # no GPU stack here; CudaDevice says so
     driver = None
+else:
+    _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+    _GEQ = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    _EVENT_FLAGS = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC | driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
 
 def call(function: Any, *arguments: Any) -> Any:
     """One driver call: its result (None, one value or a tuple). DeviceError with the driver's own name for what went wrong."""
     status, *results = function(*arguments)
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if status:
         raise DeviceError(f"{function.__name__} answered {status.name} ({int(status)})")
     return results[0] if len(results) == 1 else tuple(results) or None
 
@@ -103,39 +116,58 @@ class CudaTimeline:
 
 
 class CudaMarker:
-    """A CUDA event whose waiter sleeps."""
+    """The end of one output's copies: an event before them and one behind. See Note [The end of a copy]."""
 
-    def __init__(self, stream: Any) -> None:
-        flags = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC | driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._event = call(driver.cuEventCreate, flags)
-        call(driver.cuEventRecord, self._event, stream)
+    def __init__(self, stream: CudaStream, started: Any, done: Any, nbytes: int) -> None:
+        self._stream = stream
+        self._started = started
+        self._done = done
+        self._nbytes = nbytes
 
     def synchronize(self) -> None:
-        try:
-            call(driver.cuEventSynchronize, self._event)
-        finally:
-            driver.cuEventDestroy(self._event)
+        call(driver.cuEventSynchronize, self._started)
+        begin = time.perf_counter()
+        expected_s = self._nbytes / self._stream.bytes_per_s
+        if expected_s > _SPIN_S:
+            time.sleep(expected_s - _SPIN_S / 2)
+        deadline = time.perf_counter() + _SPIN_S
+        while (status := driver.cuEventQuery(self._done)[0]) == _NOT_READY and time.perf_counter() < deadline:
+            pass
+        if status:
+            call(driver.cuEventSynchronize, self._done)
+        self._stream.finished(self._started, self._done, self._nbytes, time.perf_counter() - begin)
 
 
 class CudaStream:
-    """A non-blocking stream. Copies are cut where the registrations of host memory end (see ``CudaDevice.register``)."""
+    """A non-blocking stream. Copies are cut where the registrations of host memory end (see ``CudaDevice.register``).
+
+    One thread submits at a time, one synchronizes markers; the list of idle events is the only thing they share.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
+        self.bytes_per_s = _FIRST_GUESS_BYTES_PER_S
         self._device = device
         self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._events: dict[bytes, Any] = {}
+        self._imported: dict[bytes, Any] = {}  # the worker's events
+        self._idle: list[Any] = []  # our own events
+        self._started: Any = None  # of the output being submitted
+        self._nbytes = 0
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, CudaTimeline)
-        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, flags)
+        call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ)
+        self._start()
 
     def wait_event(self, handle: bytes) -> None:
-        event = self._events.get(handle)
+        event = self._imported.get(handle)
         if event is None:
             event = call(driver.cuIpcOpenEventHandle, handle_from(driver.CUipcEventHandle, handle))
-            self._events[handle] = event
+            self._imported[handle] = event
         call(driver.cuStreamWaitEvent, self._stream, event, 0)
+        self._start()
+
+    def _start(self) -> None:
+        self._started, self._nbytes = self._event(), 0
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
         assert isinstance(arena, CudaArena)
@@ -144,14 +176,33 @@ class CudaStream:
             part = min(end, self._device.registration_end(address)) - address
             call(driver.cuMemcpyDtoHAsync, address, source, part, self._stream)
             address, source = address + part, source + part
+        self._nbytes += nbytes
 
     def record(self) -> CudaMarker:
-        return CudaMarker(self._stream)
+        started = self._event() if self._started is None else self._started  # None: the wait itself was refused
+        self._started = None
+        return CudaMarker(self, started, self._event(), self._nbytes)
+
+    def _event(self) -> Any:
+        """An event recorded now, whose waiter sleeps."""
+        try:
+            event = self._idle.pop()
+        except IndexError:
+            event = call(driver.cuEventCreate, _EVENT_FLAGS)
+        call(driver.cuEventRecord, event, self._stream)
+        return event
+
+    def finished(self, started: Any, done: Any, nbytes: int, elapsed_s: float) -> None:
+        """Take a marker's events back, and learn from a copy that was long enough to tell the bandwidth."""
+        self._idle += (started, done)
+        if nbytes >= _TELLING_BYTES:
+            self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
-        for event in self._events.values():
+        for event in (*self._imported.values(), *self._idle):
             driver.cuEventDestroy(event)
-        self._events.clear()
+        self._imported.clear()
+        self._idle.clear()
         call(driver.cuStreamDestroy, self._stream)
 
 

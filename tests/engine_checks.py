@@ -1,0 +1,260 @@
+"""What the engine tests share: engines on our executor, a bit-for-bit comparison, and what an engine may not leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import GPUS
+from engine_harness import RunningEngine, engine
+from packer_process import wait_until
+
+torch = pytest.importorskip("torch")
+
+DEVICE = "cuda:0" if GPUS else "host"
+MIB = 1 << 20
+DEADLINE_S = 60.0
+
+
+def packer_engine(
+    pipeline: str = "RequestPipeline", packer: dict[str, Any] | None = None, **config: Any
+) -> AbstractContextManager[RunningEngine]:
+    """An engine on PackerDiffusionExecutor whose worker answers ``exporter_state``; ``packer`` are settings."""
+    return engine(
+        "worker_shim.PackerDiffusionExecutor",
+        pipeline,
+        worker_extension_cls="worker_probe.WorkerProbe",
+        additional_config={"packer": packer or {}},
+        **config,
+    )
+
+
+def run(running: RunningEngine, *requests: dict[str, Any]) -> list[Any]:
+    """The results of requests with these keywords, sent at once, in their order."""
+    made = [running.request(**request) for request in requests]
+    results = running.run(made)
+    return [results[request.request_id] for request in made]
+
+
+def outputs(running: RunningEngine, *requests: dict[str, Any]) -> list[Any]:
+    return [result.output for result in run(running, *requests)]
+
+
+class References:
+    """What `uni` gives for a request, on the host: computed when asked for, in one engine, once a request."""
+
+    def __init__(self, running: RunningEngine) -> None:
+        self._running = running
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, *requests: dict[str, Any]) -> list[Any]:
+        for request in requests:
+            if repr(request) not in self._known:
+                # `uni` hands out a static buffer that the next request overwrites
+                plain = {**request, "behaviour": "image"} if request.get("behaviour") == "static" else request
+                (result,) = run(self._running, plain)
+                self._known[repr(request)] = [result.output, *trajectory(result)]
+        return [self._known[repr(request)][0] for request in requests]
+
+    def with_trajectory(self, request: dict[str, Any]) -> list[Any]:
+        self(request)
+        return self._known[repr(request)]
+
+
+def trajectory(result: Any) -> list[Any]:
+    (yielded,) = result.yielded
+    return [getattr(yielded, f"trajectory_{name}") for name in ("latents", "timesteps", "log_probs")]
+
+
+def assert_same(one: Any, other: Any, where: str = "output") -> None:
+    """Equal bit for bit: types, containers, dtypes, shapes, bytes. Only the device may differ."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        flat, reference = (t.detach().cpu().contiguous().reshape(-1) for t in (one, other))
+        assert torch.equal(flat.view(torch.uint8), reference.view(torch.uint8)), where
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), where
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (item, reference) in enumerate(zip(one, other, strict=True)):
+            assert_same(item, reference, f"{where}[{index}]")
+    else:
+        assert one == other, where
+
+
+# -- where things are --------------------------------------------------------------------------------------------------
+
+
+def worker_pid(running: RunningEngine) -> int:
+    (process,) = running.executor._processes
+    return process.pid
+
+
+def packer_pid(running: RunningEngine) -> int:
+    (pid,) = running.executor.packer_pids
+    return pid
+
+
+def leases(running: RunningEngine) -> Any:
+    (queue,) = running.executor._packer_queues
+    return queue.leases
+
+
+def exporter_state(running: RunningEngine) -> dict[str, Any]:
+    state = running.diffusion_engine.collective_rpc("exporter_state", unique_reply_rank=0)
+    state.pop("wave_id")  # vllm-omni's
+    return state
+
+
+def wait_settled(running: RunningEngine) -> dict[str, Any]:
+    """Until every output was acknowledged or went another way. The exporter's state then."""
+
+    def settled() -> dict[str, Any] | None:
+        state = exporter_state(running)
+        return state if state["pending"] == 0 and state["arena_idle"] else None
+
+    return wait_until(settled, "the worker's outputs settle")
+
+
+def packer_memory(pid: int | str = "self") -> list[range]:
+    """The address ranges of a process that are memory of ours."""
+    ranges = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "/memfd:packer-" in line:
+            start, _, end = line.split()[0].partition("-")
+            ranges.append(range(int(start, 16), int(end, 16)))
+    return ranges
+
+
+def in_packer_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor came through a packer: it lies in a segment, not in memory of torch's."""
+    return any(tensor.data_ptr() in memory for memory in packer_memory())
+
+
+def packer_descriptors() -> list[str]:
+    """This process's descriptors of memory of ours."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir's own is gone
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("/memfd:packer-"):
+                found.append(target)
+    return found
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def run_directories(engine_pid: int) -> list[str]:
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    return [str(path) for path in base.glob(f"packer-{engine_pid}-*")]
+
+
+def named_memory() -> set[str]:
+    """Names in /dev/shm, less what is nobody's output: multiprocessing's semaphores, which vllm-omni's executor has for as
+    long as it lives, and what the CUDA driver keeps there for itself."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "cuda."))}
+
+
+def mapped_elsewhere(names: set[str]) -> set[str]:
+    """Those of ``names`` in /dev/shm that a process maps which is not of this one's family."""
+    family = {process.pid for process in psutil.Process().children(recursive=True)} | {os.getpid()}
+    found = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        if int(directory.name) not in family:
+            with contextlib.suppress(OSError):  # gone, or not ours to read
+                text = (directory / "maps").read_text()
+                found.update(name for name in names if f"/dev/shm/{name}" in text)
+    return found
+
+
+def children() -> set[int]:
+    """Every process below this one but multiprocessing's resource tracker, which lives as long as this one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process.pid)
+    return found
+
+
+class Residue:
+    """What is there now; ``assert_none`` is that nothing has been added since."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._children = children()
+        self._directories = set(run_directories(os.getpid()))
+        self._names = named_memory()
+        self._mappings = len(packer_memory())
+        self._descriptors = len(packer_descriptors())
+
+    def found(self) -> dict[str, Any]:
+        gc.collect()
+        names = named_memory() - self._names
+        return {
+            "processes": children() - self._children,
+            "run directories": set(run_directories(os.getpid())) - self._directories,
+            "named shared memory": names and names - mapped_elsewhere(names),
+            "mappings": max(len(packer_memory()) - self._mappings, 0),
+            "descriptors": max(len(packer_descriptors()) - self._descriptors, 0),
+        }
+
+    def assert_none(self, timeout_s: float = DEADLINE_S) -> None:
+        left: dict[str, Any] = {}
+
+        def gone() -> bool:
+            left.update(self.found())
+            return not any(left.values())
+
+        try:
+            wait_until(gone, "nothing is left", timeout_s)
+        except AssertionError:
+            raise AssertionError(f"left behind: { {name: what for name, what in left.items() if what} }") from None
+
+
+def wait_gone(pids: Iterable[int], timeout_s: float = DEADLINE_S) -> None:
+    def alive() -> list[int]:
+        found = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    found.append(pid)
+        return found
+
+    wait_until(lambda: not alive(), f"processes {list(pids)} end", timeout_s)
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What worker_shim logs in this process at WARNING or above. vLLM's loggers do not propagate to pytest's."""
+    messages: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler, logger = Collect(logging.WARNING), logging.getLogger("vllm.worker_shim")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,106 @@
+"""The command line: what it says, and what it says when it is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from packer_service import __version__
+from packer_service.config import PACKER_SETTINGS
+
+
+def packer_service(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PACKER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "packer_service", *arguments],
+        env={**environ, "COLUMNS": "200", "NO_COLOR": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_lists_the_commands():
+    done = packer_service("--help")
+    assert done.returncode == 0
+    for command in ("serve", "demo", "version"):
+        assert command in done.stdout
+
+
+def test_no_command_shows_the_help():
+    done = packer_service()
+    assert "Usage" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_of_serve_names_every_setting_its_default_and_its_environment_variable():
+    done = packer_service("serve", "--help")
+    assert done.returncode == 0
+    for name in PACKER_SETTINGS:
+        assert f"--{name.replace('_', '-')}" in done.stdout
+        assert f"PACKER_{name.upper()}" in done.stdout
+    assert "--managed" in done.stdout
+
+
+def test_version_is_the_packages():
+    done = packer_service("version")
+    assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
+
+
+def test_an_unknown_command_and_an_unknown_option_are_refused():
+    for arguments in (["sevre"], ["serve", "--no-such-option"]):
+        done = packer_service(*arguments)
+        assert done.returncode == 2
+        assert arguments[-1] in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--wait-s=long", ["wait_s is 'long'", "a number from 0.0 to 600.0"]),
+        ("--wait-s=-1", ["wait_s is '-1'", "a number from 0.0 to 600.0"]),
+        ("--max-sessions=1.5", ["max_sessions is '1.5'", "a number from 2 to 4096"]),
+        ("--pool-bytes=1 banana", ["pool_bytes is '1 banana'", "a size of at least 2097152 bytes"]),
+        ("--pool-bytes=1KiB", ["pool_bytes is '1KiB'", "a size of at least 2097152 bytes"]),
+        ("--log-level=loud", ["log_level is 'loud'", "'debug' or 'info' or 'warning' or 'error'"]),
+        ("--device=gpu", ["device is 'gpu'", "'host', 'cuda' and 'cuda:N'"]),
+        ("--allowed-uids=root", ["allowed_uids is 'root'", "numbers, separated by commas"]),
+        ("--key-file=/nowhere/key", ["key_file is '/nowhere/key'", "cannot be read"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(option, said, tmp_path):
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("k" * 32)
+    good = [f"--socket={tmp_path}/packer.sock", f"--key-file={key}", "--device=host", "--pool-bytes=2MiB"]
+    name = option.partition("=")[0]
+    done = packer_service("serve", *(other for other in good if not other.startswith(name + "=")), option)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for words in said:
+        assert words in done.stderr
+    assert not (tmp_path / "packer.sock").exists()
+
+
+def test_a_bad_setting_in_the_environment_is_named_as_there(tmp_path):
+    done = packer_service("serve", PACKER_EXIT_AFTER_S="soon")
+    assert done.returncode == 1
+    assert "PACKER_EXIT_AFTER_S is 'soon'; allowed is a number from 0.0 to 86400.0" in done.stderr
+
+
+def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path):
+    done = packer_service("serve", "--device=host", f"--socket={tmp_path}/packer.sock")
+    assert done.returncode == 1
+    assert "key_file is not set" in done.stderr
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("k" * 32)
+    done = packer_service("serve", "--device=host", "--pool-bytes=2MiB", f"--key-file={key}")
+    assert done.returncode == 1
+    assert "socket" in done.stderr
+    assert "Traceback" not in done.stderr

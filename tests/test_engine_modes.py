@@ -1,0 +1,278 @@
+"""The ways PackerDiffusionExecutor can be set up: sidecar, no packer to be had, step mode, settings."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_checks import (
+    DEVICE,
+    References,
+    Residue,
+    assert_same,
+    exporter_state,
+    in_packer_memory,
+    leases,
+    outputs,
+    packer_engine,
+    run,
+    wait_settled,
+    warnings_logged,
+)
+from engine_harness import STREAM, RunningEngine, engine
+from packer_process import Packer, running_packer, wait_until
+
+from packer_service.errors import HandshakeError, PackerUnavailable, SettingError
+
+pytestmark = pytest.mark.engine
+
+IMAGE = {"height": 512, "width": 512}  # 3 MiB of float32
+# not "dict": vllm-omni's own path cannot pack an empty view of a large tensor
+MIXED = [
+    {"seed": seed, "behaviour": name, **IMAGE} for seed, name in enumerate(("image", "views", "bfloat16", "small"))
+]
+
+
+# -- step mode ---------------------------------------------------------------------------------------------------------
+
+
+# First in this module, because `uni` allows no second engine of its kind beside the one below.
+def test_step_mode_takes_vllm_omnis_own_path_and_streams_the_same_outputs():
+    """With no streaming it is the same path: the last chunk's."""
+    requests = [{"seed": seed, "height": 64 + 448 * (seed % 2)} for seed in range(6)]
+    with engine("uni", "StepPipeline", **STREAM) as running:
+        expected = [[output.clone() for output in result.outputs] for result in run(running, *requests)]
+    residue = Residue()
+    with packer_engine("StepPipeline", **STREAM) as running:
+        assert running.executor.packer_pids == []
+        assert exporter_state(running) == {}
+        received = [result.outputs for result in run(running, *requests)]
+    assert_same(received, expected)
+    residue.assert_none()
+
+
+# -- references and sidecar --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uni() -> Iterator[References]:
+    with engine("uni", "RequestPipeline") as running:
+        yield References(running)
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Packer]:
+    """A packer that somebody else started, with room for five images and no patience."""
+    directory = tmp_path_factory.mktemp("sidecar")
+    with running_packer(
+        directory, device=DEVICE, pool_step_bytes="16MiB", pool_max_bytes="16MiB", wait_s="0"
+    ) as packer:
+        yield packer
+
+
+def key_file(directory: Path, key: bytes) -> str:
+    path = directory / f"key-{secrets.token_hex(4)}"
+    path.touch(mode=0o600)
+    path.write_bytes(key)
+    return str(path)
+
+
+def settings_of(sidecar: Packer, directory: Path) -> dict[str, str]:
+    return {"mode": "sidecar", "socket": sidecar.socket, "key_file": key_file(directory, sidecar.key)}
+
+
+# -- sidecar -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_engine_after_another_is_served_by_the_same_sidecar(sidecar, uni, tmp_path, monkeypatch):
+    residue = Residue()
+    gone = sidecar.log.count("is gone")
+    with packer_engine(packer=settings_of(sidecar, tmp_path)) as running:
+        assert running.executor.packer_pids == [sidecar.process.pid]
+        received = outputs(running, *MIXED)
+        assert_same(received, uni(*MIXED))
+        assert in_packer_memory(received[0])
+        wait_settled(running)
+    sidecar.wait_log("is gone", gone + 2)
+    assert sidecar.process.poll() is None
+    assert_same(received, uni(*MIXED))
+    del received
+    residue.assert_none()
+
+    for name, value in settings_of(sidecar, tmp_path).items():
+        monkeypatch.setenv(f"PACKER_{name.upper()}", value)
+    with packer_engine() as running:
+        assert running.executor.packer_pids == [sidecar.process.pid]
+        hands_back_what_finds_no_room(running, uni)
+    residue.assert_none()
+
+
+def hands_back_what_finds_no_room(running: RunningEngine, uni: References) -> None:
+    """With wait_s = 0 in the packer, at once. Growing makes room too, but not at once: so the pool grows before."""
+    images = [{"seed": seed, **IMAGE} for seed in range(8)]
+
+    def grown() -> bool:
+        wait_until(lambda: gc.collect() >= 0 and leases(running).outstanding == 0, "all leases go back")
+        received = outputs(running, *images[:5])
+        assert_same(received, uni(*images[:5]))
+        return all(map(in_packer_memory, received))
+
+    wait_until(grown, "the pool grows to its limit")
+    wait_until(lambda: gc.collect() >= 0 and leases(running).outstanding == 0, "all leases go back")
+    received = outputs(running, *images)
+    assert_same(received, uni(*images))
+    assert sum(map(in_packer_memory, received)) == 5
+    assert wait_settled(running)["broken"] == ""
+
+
+# -- no packer to be had -----------------------------------------------------------------------------------------------
+
+
+def long_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a managed packer cannot listen: the path of its socket would be too long."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+
+
+def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Make it so that no packer can be had, and return the settings to go with it."""
+    if why == "nobody listens":
+        return {**settings_of(sidecar, tmp_path), "socket": str(tmp_path / "nobody.sock")}
+    if why == "wrong key":
+        return {**settings_of(sidecar, tmp_path), "key_file": key_file(tmp_path, secrets.token_hex(32).encode())}
+    if why == "no socket":
+        return {"mode": "sidecar"}
+    if why == "does not start":
+        long_run_directory(tmp_path, monkeypatch)
+    elif why == "too slow":
+        return {"start_timeout_s": 0.1}
+    elif why == "another release":
+        monkeypatch.setattr("worker_shim.compat.SUPPORTED", ("0.29",))
+    elif why == "a hook moved":
+        monkeypatch.delattr("vllm_omni.diffusion.worker.diffusion_worker.WorkerProc._async_output_loop")
+    return {}
+
+
+WHY = {
+    "nobody listens": (PackerUnavailable, "no packer listens at .*nobody.sock"),
+    "wrong key": (
+        HandshakeError,
+        "the key is not this packer's: give both sides the same file in the setting key_file",
+    ),
+    "no socket": (PackerUnavailable, "mode is 'sidecar' and the setting socket names no"),
+    "does not start": (PackerUnavailable, "did not start: socket is .*; allowed is a path of at most 107 bytes"),
+    "too slow": (PackerUnavailable, "was not ready within start_timeout_s = 0.1"),
+    "another release": (PackerUnavailable, "vllm-omni is .*; supported is 0.29"),
+    "a hook moved": (PackerUnavailable, "WorkerProc._async_output_loop is not there"),
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_with_no_packer_to_be_had_fallback_fail_refuses_and_says_why(why, sidecar, uni, tmp_path, monkeypatch):
+    error, message = WHY[why]
+    residue = Residue()
+    settings = no_packer(why, sidecar, tmp_path, monkeypatch)
+    with pytest.raises(error, match=message):
+        with packer_engine(packer={**settings, "fallback": "fail"}):
+            pytest.fail("it started")
+    residue.assert_none()
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_is_chosen(
+    why, sidecar, uni, tmp_path, monkeypatch
+):
+    """The choice alone, without an engine around it: what it serves is the next test's."""
+    import re
+
+    from packer_service.config import Settings
+    from worker_shim import PackerDiffusionExecutor
+    from worker_shim.receiver import Delivered
+
+    _, message = WHY[why]
+    residue = Residue()
+    settings = no_packer(why, sidecar, tmp_path, monkeypatch)
+    executor = object.__new__(PackerDiffusionExecutor)
+    executor._packer_queues, executor._supervisor, executor._delivered = [], None, Delivered()
+    with warnings_logged() as warnings:
+        handoff = executor._open_packers(Settings.load(settings))
+    assert len(warnings) == 1
+    assert re.search(message, warnings[0])
+    assert "own output path" in warnings[0]
+    assert "fallback" in warnings[0]
+    if why in ("another release", "a hook moved"):
+        assert handoff is None, "a vllm-omni that we do not know is left wholly alone"
+    else:
+        assert handoff is not None
+        assert not handoff.ranks
+    assert executor.packer_pids == []
+    residue.assert_none()
+
+
+def test_with_no_packer_to_be_had_every_request_is_served_all_the_same(sidecar, uni, tmp_path, monkeypatch):
+    settings = no_packer("nobody listens", sidecar, tmp_path, monkeypatch)
+    residue = Residue()
+    with warnings_logged() as warnings, packer_engine(packer=settings) as running:
+        assert len(warnings) == 1
+        assert running.executor.packer_pids == []
+        assert exporter_state(running) == {}
+        requests = [*MIXED, {"seed": 7}, {"seed": 8, "behaviour": "trajectory", **IMAGE}]
+        received = outputs(running, *requests)
+        assert_same(received, uni(*requests))
+        bad, good = run(running, {"seed": 9, "behaviour": "unpicklable", **IMAGE}, {"seed": 10, **IMAGE})
+        assert "pickle" in str(bad.error)
+        assert_same(good.output, uni({"seed": 10, **IMAGE})[0])
+        running.diffusion_engine.collective_rpc("synchronize_device", timeout=30, kwargs={"timeout": 30.0})
+        assert len(warnings) == 1
+    residue.assert_none()
+
+
+@pytest.mark.gpu
+def test_a_vllm_omni_we_do_not_know_serves_its_own_way(sidecar, uni, tmp_path, monkeypatch):
+    """With no GPU vllm-omni's own worker hangs in request mode (see engine_harness)."""
+    no_packer("another release", sidecar, tmp_path, monkeypatch)
+    with warnings_logged() as warnings, packer_engine() as running:
+        requests = [{"seed": seed, **IMAGE} for seed in range(3)]
+        assert_same(outputs(running, *requests), uni(*requests))
+    assert len(warnings) == 1
+
+
+@pytest.fixture
+def full_house(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A sidecar that takes the engine and no worker beside it: the settings that lead there."""
+    with running_packer(tmp_path / "full", device=DEVICE, max_sessions=2) as packer:
+        other = packer.connect("engine", secrets.token_hex(8))
+        try:
+            yield settings_of(packer, tmp_path)
+        finally:
+            other.close()
+
+
+def test_a_worker_that_its_packer_turns_away_ends_the_start_where_fallback_is_fail(full_house):
+    residue = Residue()
+    with pytest.raises(PackerUnavailable, match="worker 0: "):
+        with packer_engine(packer={**full_house, "fallback": "fail"}):
+            pytest.fail("it started")
+    residue.assert_none()
+
+
+@pytest.mark.parametrize(
+    ("packer", "environment", "message"),
+    [
+        ({"wait_s": "long"}, {}, "wait_s is 'long'; allowed is a number from 0.0 to 600.0"),
+        ({"mode": "sidcar"}, {}, "mode is 'sidcar'; allowed is 'managed' or 'sidecar'"),
+        ({"arena_bytes": 1}, {}, "'arena_bytes' is no setting of the packer; did you mean 'arena_max_bytes'"),
+        ({}, {"PACKER_POOL_BYTES": "1 banana"}, "PACKER_POOL_BYTES is '1 banana'; allowed is a size"),
+    ],
+)
+def test_a_bad_setting_stops_the_engine_whatever_fallback_says(packer, environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=message):
+        with packer_engine(packer=packer):
+            pytest.fail("it started")

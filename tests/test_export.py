@@ -1,0 +1,825 @@
+"""The worker's Exporter and the engine's Receiver against a live packer on the host device, with no engine between.
+
+The test is both main thread and export thread of the worker, and the engine's pump: it decides what happens when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import pickle
+import secrets
+import signal
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from packer_process import DEADLINE_S, MIB, Packer, Worker, running_packer, wait_until
+
+from packer_service import protocol
+from packer_service.config import Settings
+from packer_service.errors import HandshakeError, PackerUnavailable
+from packer_service.protocol import Ack, Release
+
+torch = pytest.importorskip("torch")
+multiprocess = pytest.importorskip("multiprocess")
+
+from test_skeleton import OUTPUTS, assert_same, assert_same_tensor, content, tensors  # noqa: E402
+
+from worker_shim import skeleton  # noqa: E402
+from worker_shim.export import Exporter, Staged  # noqa: E402
+from worker_shim.export_device import HostExportDevice, Signal  # noqa: E402
+from worker_shim.receiver import Delivered, Received, Receiver  # noqa: E402
+
+MAC_KEY = b"m" * 32
+FLOATS = MIB // 4  # in a MiB
+SETTINGS = {
+    "arena_max_bytes": "8MiB",
+    "arena_step_bytes": "2MiB",
+    "overflow_max_bytes": "4MiB",
+    "wait_s": 5.0,
+    "start_timeout_s": DEADLINE_S,
+}
+
+
+class WorkerSide:
+    """An exporter, and what it calls back."""
+
+    def __init__(self, packer: Packer, session: str, *, device: HostExportDevice | None = None, **given: Any) -> None:
+        self.settled: list[str] = []
+        self.handed_back: list[tuple[Staged, str]] = []
+        self.exporter = Exporter(
+            Settings.load({**SETTINGS, **given}, {}),
+            device or HostExportDevice(),
+            socket=packer.socket,
+            key=packer.key,
+            session=session,
+            mac_key=MAC_KEY,
+            on_settled=self.settled.append,
+            on_handed_back=lambda staged, reason: self.handed_back.append((staged, reason)),
+        )
+
+    def send(self, output: object, output_id: str) -> Staged:
+        """Both halves at once."""
+        staged = self.exporter.stage(output, output_id)
+        assert staged is not None
+        self.exporter.submit(staged)
+        return staged
+
+    def wait_settled(self, *output_ids: str) -> None:
+        wait_until(lambda: set(output_ids) <= set(self.settled), f"acks of {output_ids}, not only {self.settled}")
+
+    def wait_handed_back(self, number: int) -> dict[str, str]:
+        """Why, by output; everything they held is released, as the worker does after it went another way."""
+        wait_until(lambda: len(self.handed_back) >= number, f"{number} outputs handed back")
+        return {staged.output_id: reason for staged, reason in self.handed_back}
+
+    def arena_idle(self) -> bool:
+        return self.exporter._arena.idle
+
+
+class EngineSide(Receiver):
+    """A receiver, and how many leases are out."""
+
+    def __init__(self, packer: Packer, mac_key: bytes = MAC_KEY) -> None:
+        self.session = secrets.token_hex(8)
+        super().__init__(packer.connect("engine", self.session), mac_key, Delivered())
+
+    def next(self) -> Received:
+        received = self.receive(DEADLINE_S)
+        assert received is not None, self.broken or "no output came"
+        return received
+
+    def output(self, output_id: str) -> Any:
+        received = self.next()
+        assert (received.output_id, received.error) == (output_id, "")
+        return received.output
+
+    def wait_no_lease(self) -> None:
+        gc.collect()
+        wait_until(lambda: self.leases.outstanding == 0, f"{self.leases.outstanding} leases return")
+
+
+@pytest.fixture(scope="module")
+def packer(tmp_path_factory):
+    with running_packer(tmp_path_factory.mktemp("packer") / "run", pool_max_bytes="64MiB") as packer:
+        yield packer
+        assert packer.process.poll() is None
+        assert "Traceback" not in packer.log, packer.log
+
+
+@pytest.fixture
+def engine(packer):
+    with contextlib.closing(EngineSide(packer)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def worker(packer, engine):
+    side = WorkerSide(packer, engine.session)
+    with contextlib.closing(side.exporter):
+        yield side
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A packer whose pool is 2 MiB and stays so: it has room only while no lease is out."""
+    with running_packer(tmp_path / "run", pool_max_bytes="2MiB") as packer:
+        yield packer
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*experimental")
+@settings(database=None, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(output=OUTPUTS)
+def test_any_output_arrives_as_it_was(worker, engine, output):
+    output_id = secrets.token_hex(8)
+    worker.send(output, output_id)
+    assert_same(engine.output(output_id), output)
+
+
+@pytest.mark.filterwarnings("ignore:.*experimental")
+@settings(database=None, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(tensor=tensors())
+def test_a_tensor_of_any_dtype_and_layout_arrives_with_its_values(worker, engine, tensor):
+    output_id = secrets.token_hex(8)
+    worker.send(tensor, output_id)
+    assert_same_tensor(engine.output(output_id), tensor)
+
+
+def test_afterwards_nothing_is_in_flight_and_nothing_is_leased(worker, engine):
+    for number in range(30):
+        output = {"image": content(torch.float32, (number % 3, 100_000)), "text": "x" * 5000, "array": np.arange(3000)}
+        worker.send(output, f"output-{number}")
+        assert_same(engine.output(f"output-{number}"), output)
+    del output
+    worker.wait_settled(*(f"output-{number}" for number in range(30)))
+    assert worker.arena_idle()
+    assert not worker.exporter._pending
+    engine.wait_no_lease()
+
+
+def test_an_output_overwritten_right_after_staging_arrives_as_it_was(worker, engine):
+    """The static buffer of a pipeline, which the next forward overwrites."""
+    buffer = torch.zeros(FLOATS)
+    for number in range(4):
+        buffer.fill_(number)
+        staged = worker.exporter.stage([buffer], str(number))
+        buffer.fill_(-1)
+        worker.exporter.submit(staged)
+    for number in range(4):
+        (got,) = engine.output(str(number))
+        assert torch.equal(got, torch.full((FLOATS,), float(number)))
+
+
+def test_outputs_staged_in_one_order_may_be_submitted_in_another(worker, engine):
+    staged = {name: worker.exporter.stage([content(torch.float32, (50, 50), ord(name))], name) for name in "abc"}
+    for name in "cab":
+        worker.exporter.submit(staged[name])
+    got = {received.output_id: received.output for received in (engine.next() for _ in "abc")}
+    for name in "abc":
+        assert_same_tensor(got[name][0], content(torch.float32, (50, 50), ord(name)))
+
+
+def test_many_threads_of_many_workers_do_not_mix_their_outputs(packer, engine):
+    workers = [WorkerSide(packer, engine.session) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for side in workers:
+            stack.callback(side.exporter.close)
+
+        def work(index: int) -> None:
+            for number in range(20):
+                workers[index].send([content(torch.uint8, (1000 * index + number,), number)], f"{index}/{number}")
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(60):
+            received = engine.next()
+            index, number = map(int, received.output_id.split("/"))
+            assert_same_tensor(received.output[0], content(torch.uint8, (1000 * index + number,), number))
+        for thread in threads:
+            thread.join()
+
+
+# -- zero copy and leases ----------------------------------------------------------------------------------------------
+
+
+def pickled(tensor: torch.Tensor) -> int:
+    file = io.BytesIO()
+    pickle.dump(tensor, file)
+    return file.tell()
+
+
+def test_each_array_has_a_storage_of_exactly_its_own_bytes_so_that_a_view_pickles_no_more(worker, engine):
+    worker.send([content(torch.float32, shape) for shape in ((100,), (2, FLOATS), (300, 7))], "output")
+    small, large, other = engine.output("output")
+    for tensor in (small, large, other):
+        nbytes = tensor.numel() * 4
+        assert tensor.untyped_storage().nbytes() == nbytes
+        for view in (tensor.reshape(-1)[:1], tensor.detach(), tensor.view(torch.uint8)[..., :4]):
+            assert pickled(view) < nbytes + 1000
+
+
+def test_the_tensor_is_the_mapped_pool_itself(worker, engine):
+    worker.send(content(torch.uint8, (FLOATS,)), "output")
+    tensor = engine.output("output")
+    address = tensor.data_ptr()
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "packer-segment" in line]
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in maps]
+    assert any(start <= address < end for start, end in ranges)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda tensor: tensor[5:6],
+        lambda tensor: tensor.view(torch.uint8),
+        lambda tensor: tensor.detach().reshape(-1),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.numpy()[3:4],
+        lambda tensor: memoryview(tensor.numpy()),
+        lambda tensor: tensor.untyped_storage(),
+    ],
+    ids=["slice", "view as bytes", "detached", "numpy", "numpy slice", "memoryview", "storage"],
+)
+def test_a_lease_stays_while_anything_looks_at_the_tensor_and_returns_when_the_last_dies(worker, engine, keep):
+    worker.send(content(torch.float32, (1000,)), "output")
+    tensor = engine.output("output")
+    kept = keep(tensor)
+    del tensor
+    gc.collect()
+    worker.send(content(torch.float32, (1000,)), "next")  # another round trip: a return would have arrived
+    following = engine.output("next")
+    assert engine.leases.outstanding == 2
+    del following, kept
+    engine.wait_no_lease()
+
+
+def test_the_small_arrays_of_an_output_share_a_lease_which_returns_with_the_last(worker, engine):
+    worker.send({name: content(torch.float32, (10,)) for name in "abc"}, "output")
+    output = engine.output("output")
+    for name in "abc":
+        assert engine.leases.outstanding == 1
+        del output[name]
+    engine.wait_no_lease()
+
+
+def test_a_lease_nobody_ever_used_returns_at_once(worker, engine):
+    worker.send([torch.empty(0, 3)], "output")
+    (tensor,) = engine.output("output")
+    assert tensor.shape == (0, 3)
+    engine.wait_no_lease()
+
+
+def test_leases_return_to_the_packer_so_that_its_pool_serves_for_ever(small):
+    with contextlib.closing(EngineSide(small)) as engine:
+        side = WorkerSide(small, engine.session)
+        with contextlib.closing(side.exporter):
+            for number in range(6):  # each fills the pool
+                side.send(torch.full((2 * FLOATS,), float(number)), str(number))
+                tensor = engine.output(str(number))
+                assert tensor[0] == tensor[-1] == number
+                del tensor
+
+
+def test_a_tensor_stays_valid_after_everything_is_closed_and_the_packer_is_dead(tmp_path):
+    expected = content(torch.int64, (FLOATS,))
+    with running_packer(tmp_path / "run") as packer:
+        engine = EngineSide(packer)
+        side = WorkerSide(packer, engine.session)
+        side.send({"device": expected, "host": expected.numpy()}, "output")
+        output = engine.output("output")
+        side.exporter.close()
+        engine.close()
+        packer.process.kill()
+        packer.wait()
+    del engine, side
+    gc.collect()
+    assert_same_tensor(output["device"], expected)
+    assert output["host"].tobytes() == expected.numpy().tobytes()
+    output["device"][0] = 7  # and writable
+
+
+def test_closing_the_engine_side_unmaps_the_pool_once_the_last_tensor_is_gone(tmp_path):
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "packer-" in line]
+
+    before = len(mapped())
+    fds = len(os.listdir("/proc/self/fd"))
+    with running_packer(tmp_path / "run") as packer:
+        engine = EngineSide(packer)
+        side = WorkerSide(packer, engine.session)
+        side.send([content(torch.float32, (FLOATS,)), np.arange(5000)], "output")
+        output = engine.output("output")
+        side.exporter.close()
+        engine.close()
+    assert len(mapped()) > before
+    del output, engine, side
+    gc.collect()
+    assert len(mapped()) == before
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+# -- host arrays and payloads ------------------------------------------------------------------------------------------
+
+
+def test_large_numpy_arrays_travel_in_one_memfd_that_is_gone_with_the_last_of_them(worker, engine):
+    arrays = {"a": np.arange(2 * MIB), "b": np.random.default_rng(0).random((300, 500)), "c": np.zeros(1)}
+    worker.send(arrays, "output")
+    got = engine.output("output")
+    assert_same(got, arrays)
+    worker.wait_settled("output")
+
+    def mapped() -> bool:
+        return "packer-host-arrays" in Path("/proc/self/maps").read_text()
+
+    assert mapped()
+    del got["a"]
+    assert mapped()
+    del got
+    gc.collect()
+    assert not mapped()
+
+
+def test_a_payload_too_large_for_a_message_travels_in_memory(worker, engine):
+    output = {
+        "prompt": "ü" * protocol.MAX_MESSAGE_BYTES,
+        "image": content(torch.float32, (5000,)),
+        "n": np.arange(3000),
+    }
+    worker.send(output, "output")
+    assert_same(engine.output("output"), output)
+    worker.wait_settled("output")
+
+
+@pytest.mark.parametrize("extra", range(-3, 4))
+def test_a_payload_about_as_large_as_a_message_may_carry_arrives(worker, engine, extra):
+    overhead = len(skeleton.dump(b"x" * 30_000, {}, lambda tensor: tensor)[0]) - 30_000
+    output = b"x" * (protocol.MAX_PAYLOAD_BYTES - overhead + extra)
+    worker.send(output, f"output{extra}")
+    assert engine.output(f"output{extra}") == output
+
+
+def test_hundreds_of_arrays_in_one_output_arrive(worker, engine):
+    output = [content(torch.float32, (number,), number) for number in range(700)]
+    worker.send(output, "output")
+    assert_same(engine.output("output"), output)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_beside_a_full_arena_an_output_waits_as_a_clone_and_is_staged_when_slots_return(small):
+    """Two outputs fill the arena; the packer, stopped, gives nothing back; the third must wait beside it."""
+    with contextlib.closing(EngineSide(small)) as engine:
+        side = WorkerSide(small, engine.session, arena_max_bytes="4MiB", wait_s=DEADLINE_S)
+        with contextlib.closing(side.exporter):
+            small.signal(signal.SIGSTOP)
+            outputs = [torch.full((FLOATS * 3 // 2,), float(number)) for number in range(3)]
+            staged = [side.exporter.stage([output], str(number)) for number, output in enumerate(outputs)]
+            assert [bool(one.overflow_bytes) for one in staged] == [False, False, True]
+            for output in outputs:
+                output.fill_(-1)  # the originals may be overwritten either way
+            for one in staged[:2]:
+                side.exporter.submit(one)
+            late = threading.Thread(target=side.exporter.submit, args=(staged[2],))
+            late.start()
+            small.signal(signal.SIGCONT)
+            for number in range(3):
+                (got,) = engine.output(str(number))
+                assert torch.equal(got, torch.full((FLOATS * 3 // 2,), float(number)))
+                del got
+            late.join(DEADLINE_S)
+            side.wait_settled("0", "1", "2")
+            assert side.arena_idle()
+            assert side.exporter._overflow_left == 4 * MIB
+
+
+def test_beside_a_full_overflow_the_output_is_left_to_the_worker_and_later_ones_are_taken_again(small):
+    with contextlib.closing(EngineSide(small)) as engine:
+        side = WorkerSide(small, engine.session, arena_max_bytes="2MiB", overflow_max_bytes="2MiB")
+        with contextlib.closing(side.exporter):
+            small.signal(signal.SIGSTOP)
+            first, second = (side.exporter.stage([torch.ones(FLOATS * 3 // 2)], name) for name in ("first", "second"))
+            assert first.slots
+            assert second.overflow_bytes
+            assert side.exporter.stage([torch.ones(FLOATS)], "third") is None
+            small.signal(signal.SIGCONT)
+            side.exporter.submit(first)
+            engine.output("first")
+            side.exporter.submit(second)
+            engine.output("second")
+            side.wait_settled("first", "second")
+            side.send([torch.ones(FLOATS)], "fourth")
+            engine.output("fourth")
+
+
+def test_a_clone_that_waited_in_vain_for_a_slot_is_handed_back_whole(small):
+    expected = content(torch.float32, (FLOATS,), 1)
+    with contextlib.closing(EngineSide(small)) as engine:
+        side = WorkerSide(small, engine.session, arena_max_bytes="2MiB", wait_s=0.05)
+        with contextlib.closing(side.exporter):
+            side.exporter.stage([torch.ones(FLOATS * 3 // 2)], "holds the arena")
+            late = side.exporter.stage({"image": expected, "small": expected[:3].conj(), "n": np.arange(999)}, "late")
+            side.exporter.submit(late)
+            assert "arena_max_bytes" in side.wait_handed_back(1)["late"]
+            assert_same(
+                side.exporter.rebuild(late), {"image": expected, "small": expected[:3].clone(), "n": np.arange(999)}
+            )
+            side.exporter.release(late)
+            assert side.exporter._overflow_left == 4 * MIB
+
+
+def test_an_output_larger_than_the_arena_may_become_is_left_to_the_worker_and_harms_no_other(worker, engine):
+    assert worker.exporter.stage([torch.ones(9 * FLOATS)], "huge") is None
+    worker.send([torch.ones(FLOATS)], "next")
+    engine.output("next")
+
+
+def test_an_output_the_pool_has_no_room_for_is_handed_back_and_can_be_rebuilt(tmp_path):
+    expected = {
+        "image": content(torch.bfloat16, (1000, 300)),
+        "more": content(torch.int64, (FLOATS,)),
+        "n": np.arange(999),
+    }
+    with running_packer(tmp_path / "run", pool_max_bytes="2MiB", wait_s=0.05) as packer:
+        with contextlib.closing(EngineSide(packer)) as engine:
+            side = WorkerSide(packer, engine.session)
+            with contextlib.closing(side.exporter):
+                side.send([torch.ones(2 * FLOATS)], "fills the pool")
+                kept = engine.output("fills the pool")
+                side.send(expected, "output")
+                assert "pool_max_bytes" in side.wait_handed_back(1)["output"]
+                staged = side.handed_back[0][0]
+                assert_same(side.exporter.rebuild(staged), expected)
+                side.exporter.release(staged)
+                side.exporter.release(staged)  # idempotent
+                assert side.arena_idle()
+                del kept
+                engine.wait_no_lease()
+                side.send([torch.ones(2 * FLOATS)], "again")
+                engine.output("again")
+
+
+def test_the_arena_is_given_back_and_grows_again(worker, engine):
+    worker.send([torch.ones(FLOATS)], "before")
+    engine.output("before")
+    worker.wait_settled("before")
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("packer-arena")
+
+    assert mapped()
+    worker.exporter.give_back_arena(DEADLINE_S)
+    assert mapped() == 0
+    worker.send([torch.ones(FLOATS)], "after")
+    assert torch.equal(engine.output("after")[0], torch.ones(FLOATS))
+
+
+def test_a_chunk_with_an_output_in_it_is_not_given_back(worker, engine):
+    staged = worker.exporter.stage([torch.ones(FLOATS)], "held")
+    worker.exporter.give_back_arena(DEADLINE_S)
+    worker.exporter.submit(staged)
+    assert torch.equal(engine.output("held")[0], torch.ones(FLOATS))
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_pickled_raises_and_everything_it_held_is_free_again(worker, engine):
+    staged = worker.exporter.stage({"image": torch.ones(FLOATS), "callback": lambda: None}, "bad")
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        worker.exporter.submit(staged)
+    worker.wait_settled("bad")
+    assert worker.arena_idle()
+    assert worker.handed_back == []
+    worker.send([torch.ones(3)], "next")
+    engine.output("next")  # and nothing came of the bad one
+    engine.wait_no_lease()
+
+
+def test_what_cannot_be_pickled_may_be_salvaged(worker, engine):
+    output = {"image": torch.ones(FLOATS), "callback": lambda: None}
+    staged = worker.exporter.stage(output, "mended")
+    worker.exporter.submit(staged, lambda output, dump: output.pop("callback") is not None)
+    assert list(engine.output("mended")) == ["image"]
+
+
+@pytest.fixture
+def no_records(caplog):
+    """A log record with a traceback keeps the arrays in its frames alive; pytest keeps records, a log file does not."""
+    caplog.set_level(logging.CRITICAL, "vllm.worker_shim.receiver")
+
+
+class Explosive:
+    """Pickles, and fails where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@pytest.mark.usefixtures("no_records")
+def test_what_cannot_be_unpickled_fails_alone_and_its_leases_return(worker, engine):
+    worker.send([torch.ones(FLOATS), Explosive()], "bad")
+    worker.send([torch.ones(FLOATS)], "good")
+    bad = engine.next()
+    assert (bad.output_id, bad.output) == ("bad", None)
+    assert "no number" in bad.error
+    engine.output("good")
+    worker.wait_settled("bad", "good")
+    engine.wait_no_lease()
+
+
+@pytest.mark.parametrize("forged", ["another key", "another output's skeleton", "damaged"])
+def test_a_skeleton_with_a_wrong_mac_is_not_unpickled_and_fails_alone(packer, engine, worker, forged, tmp_path):
+    """Only the packer could forge one: here, a worker by hand, which does not know the engine's mac_key."""
+    trap = tmp_path / "unpickled"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(trap),)
+
+    payload, _ = skeleton.dump(Trap(), {}, lambda tensor: tensor)
+    mac = {
+        "another key": skeleton.mac(b"guess" * 7, "forged", payload),
+        "another output's skeleton": skeleton.mac(MAC_KEY, "other", payload),
+        "damaged": skeleton.mac(MAC_KEY, "forged", payload[:-1]),
+    }[forged]
+    with contextlib.closing(Worker(packer, engine.session)) as forger:
+        forger.export("forged", forger.write(b"x" * 1000))
+        forger.channel.send(protocol.Skeleton("forged", payload, mac))
+        received = engine.next()
+        assert received.output is None
+        assert "MAC" in received.error
+        assert forger.answer() == Ack("forged")
+    assert not trap.exists()
+    engine.wait_no_lease()
+    worker.send([torch.ones(3)], "genuine")
+    engine.output("genuine")
+
+
+@pytest.mark.usefixtures("no_records")
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (skeleton.ArraySpec("torch", "float32", (1000,), 4000, 0, 96), "does not lie inside lease"),
+        (skeleton.ArraySpec("torch", "float32", (1,), 4, 0, -4), ""),
+        (skeleton.ArraySpec("torch", "float32", (1,), 4, 7, 0), ""),
+        (skeleton.ArraySpec("torch", "float32", (99,), 4, 0, 0), ""),
+        (skeleton.ArraySpec("torch", "no_dtype", (1,), 4, 0, 0), ""),
+        (skeleton.ArraySpec("numpy", "f4", (1,), 4, -1, 1 << 40), ""),
+    ],
+    ids=["beyond its lease", "before its lease", "another piece", "more than its bytes", "no dtype", "no host memory"],
+)
+def test_a_skeleton_that_points_outside_its_memory_fails_alone_and_its_lease_returns(
+    packer, engine, worker, spec, reason
+):
+    payload = skeleton._encode(skeleton._Payload((spec,), pickle.dumps(None)))
+    with contextlib.closing(Worker(packer, engine.session)) as other:
+        other.export("bad", other.write(b"x" * 4000))
+        other.channel.send(protocol.Skeleton("bad", payload, skeleton.mac(MAC_KEY, "bad", payload)))
+        received = engine.next()
+        assert received.error
+        assert reason in received.error
+    engine.wait_no_lease()
+    worker.send([torch.ones(3)], "good")
+    engine.output("good")
+
+
+def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, engine):
+    with contextlib.closing(Worker(packer, engine.session)) as other:
+        payload, _ = skeleton.dump("once", {}, lambda tensor: tensor)
+        for output in ("twice", "twice", "last"):
+            other.export(output, other.write(b"x" * 4000))
+            other.channel.send(protocol.Skeleton(output, payload, skeleton.mac(MAC_KEY, output, payload)))
+            assert other.answer() == Ack(output)
+    assert [engine.next().output_id, engine.next().output_id] == ["twice", "last"]
+    engine.wait_no_lease()
+
+
+def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuilt_equal(tmp_path):
+    expected = {
+        "first": {"image": content(torch.float32, (FLOATS,)), "small": content(torch.bool, (5,)), "n": np.arange(9999)},
+        "second": [content(torch.complex64, (64, 64)).conj(), "text" * 20_000],
+        "no arrays": {"a": 1},
+    }
+    with running_packer(tmp_path / "run") as packer:
+        engine = EngineSide(packer)
+        side = WorkerSide(packer, engine.session)
+        packer.signal(signal.SIGSTOP)
+        for name, output in expected.items():
+            side.send(output, name)
+        half = side.exporter.stage([torch.ones(FLOATS)], "half sent")
+        packer.process.kill()
+        packer.wait()
+        side.exporter.submit(half)
+        reasons = side.wait_handed_back(4)
+        assert all("packer is gone" in reason for reason in reasons.values())
+        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.handed_back}
+        assert_same(rebuilt.pop("half sent"), [torch.ones(FLOATS)])
+        for name, output in expected.items():
+            assert_same(rebuilt[name], [output[0].resolve_conj(), output[1]] if name == "second" else output)
+        for staged, _ in side.handed_back:
+            side.exporter.release(staged)
+        assert side.arena_idle()
+        assert side.exporter.stage([torch.ones(3)], "later") is None, "there is no packer to stage for"
+        assert engine.receive(0) is None
+        assert engine.broken
+        side.exporter.close()
+        engine.close()
+
+
+def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
+    side = WorkerSide(packer, engine.session)
+    with contextlib.closing(side.exporter):
+        staged = side.exporter.stage([torch.ones(FLOATS)], "pending")
+        side.exporter._channel.send(Release((1,)))  # not a worker's to send
+        wait_until(lambda: side.exporter.broken, "the exporter hears of it")
+        assert "no message allowed here" in side.exporter.broken
+        side.exporter.submit(staged)
+        side.wait_handed_back(1)
+        assert_same(side.exporter.rebuild(staged), [torch.ones(FLOATS)])
+        side.exporter.release(staged)
+
+
+def test_opening_an_exporter_proves_that_the_packer_reads_what_the_worker_wrote(packer, engine):
+    class Elsewhere(HostExportDevice):
+        """Hands out the memory of one chunk and exports that of another."""
+
+        def allocate(self, nbytes: int) -> Any:
+            return super().allocate(nbytes)._replace(fd=super().allocate(nbytes).fd)
+
+    with pytest.raises(PackerUnavailable, match="other bytes than this worker wrote"):
+        WorkerSide(packer, engine.session, device=Elsewhere())
+    with pytest.raises(PackerUnavailable, match="cannot read this worker's memory"):
+        WorkerSide(packer, engine.session, device=TooSmall())
+
+
+class TooSmall(HostExportDevice):
+    """Says that a chunk is exported by an event, which the host device does not have."""
+
+    def signal(self) -> Signal:
+        return super().signal()._replace(event=bytes(64))
+
+
+def test_an_exporter_on_the_wrong_gpu_is_refused(packer, engine):
+    class Other(HostExportDevice):
+        uuid = "GPU-1234"
+
+    with pytest.raises(HandshakeError, match="GPU-1234"):
+        WorkerSide(packer, engine.session, device=Other())
+
+
+# -- a worker that is killed -------------------------------------------------------------------------------------------
+
+
+class Stalling(HostExportDevice):
+    """A device that stops getting on when told: what is staged from then on is never complete."""
+
+    stalled = False
+
+    def signal(self) -> Signal:
+        if not self.stalled:
+            return super().signal()
+        self._value += 1
+        return Signal(self._value)
+
+
+def export_until_killed(socket: str, key: bytes, session: str, test: Any) -> None:
+    """A worker process: two outputs complete, one half sent, one never complete; then nothing, for ever."""
+    device = Stalling()
+    side = WorkerSide(types.SimpleNamespace(socket=socket, key=key), session, device=device)  # type: ignore[arg-type]
+    test.send("open")
+    test.recv()
+    side.send({"image": content(torch.float32, (FLOATS // 4,), 1), "n": np.arange(5000)}, "complete 1")
+    side.send([content(torch.bfloat16, (5, 7), 2)], "complete 2")
+    side.exporter.stage([torch.ones(10)], "half sent")
+    device.stalled = True
+    side.send([torch.ones(FLOATS // 4)], "incomplete")
+    test.send("sent")
+    test.recv()
+
+
+def test_of_a_killed_worker_what_was_complete_is_delivered_and_the_rest_fails_and_no_lease_is_left(small):
+    spawn = multiprocess.get_context("spawn")
+    test, child = spawn.Pipe()
+    with contextlib.closing(EngineSide(small)) as engine:
+        process = spawn.Process(target=export_until_killed, args=(small.socket, small.key, engine.session, child))
+        process.start()
+        try:
+            assert test.recv() == "open"
+            small.signal(signal.SIGSTOP)  # so that the packer has everything still to do when the worker dies
+            test.send("go")
+            assert test.recv() == "sent"
+            process.kill()
+            process.join()
+            small.signal(signal.SIGCONT)
+        finally:
+            process.kill()
+        got = {received.output_id: received for received in (engine.next() for _ in range(4))}
+        assert_same(
+            got["complete 1"].output, {"image": content(torch.float32, (FLOATS // 4,), 1), "n": np.arange(5000)}
+        )
+        assert_same(got["complete 2"].output, [content(torch.bfloat16, (5, 7), 2)])
+        assert "while it was sending" in got["half sent"].error
+        assert "before the output was complete" in got["incomplete"].error
+        del got
+        engine.wait_no_lease()
+        side = WorkerSide(small, engine.session, wait_s=DEADLINE_S)
+        with contextlib.closing(side.exporter):
+            side.send([torch.ones(2 * FLOATS)], "all of the pool")
+            engine.output("all of the pool")
+
+
+# -- as vllm-omni's pump reads it --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def result_queue(packer):
+    """vllm-omni's end, and a worker."""
+    pytest.importorskip("vllm_omni")
+    from worker_shim.result_queue import PackerResultQueue
+
+    session = secrets.token_hex(8)
+    queue = PackerResultQueue(packer.connect("engine", session), MAC_KEY, Delivered())
+    side = WorkerSide(packer, session)
+    with contextlib.closing(queue), contextlib.closing(side.exporter):
+        yield queue, side
+
+
+def test_the_result_queue_gives_output_ready_messages_then_one_empty_one_then_timeouts(result_queue):
+    queue, side = result_queue
+    side.send([torch.ones(5)], "output")
+    ready = queue.dequeue(DEADLINE_S)
+    assert (ready.kind.name, ready.async_output_id, ready.error) == ("OUTPUT_READY", "output", None)
+    assert torch.equal(ready.output[0], torch.ones(5))
+    empty = queue.dequeue(DEADLINE_S)
+    assert (empty.kind.name, empty.async_output_id, empty.output) == ("OUTPUT_READY", None, None)
+    with pytest.raises(TimeoutError):
+        queue.dequeue(0.01)
+
+
+def test_the_result_queue_reports_the_error_of_one_output_as_that_outputs_own(result_queue):
+    queue, side = result_queue
+    side.send([torch.ones(5), Explosive()], "bad")
+    side.send([torch.ones(5)], "good")
+    bad = queue.dequeue(DEADLINE_S)
+    assert (bad.async_output_id, bad.output) == ("bad", None)
+    assert "no number" in bad.error
+    good = queue.dequeue(DEADLINE_S)
+    assert (good.async_output_id, good.error) == ("good", None)
+
+
+def test_on_an_idle_engine_the_lease_returns_although_the_pump_still_waits(result_queue):
+    """The pump's loop holds its last message in a local until the next one comes."""
+    queue, side = result_queue
+    got: list[Any] = []
+    stop = threading.Event()
+
+    def pump() -> None:
+        while not stop.is_set():
+            try:
+                message = queue.dequeue(0.2)
+            except TimeoutError:
+                continue
+            if message.async_output_id is not None:
+                got.append(message.output)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    try:
+        side.send([torch.ones(5)], "output")
+        wait_until(lambda: got, "the output")
+        assert queue.leases.outstanding == 1
+        got.clear()
+        wait_until(lambda: queue.leases.outstanding == 0, "the lease returns")
+    finally:
+        stop.set()
+        thread.join(DEADLINE_S)
+
+
+def test_the_result_queue_of_a_dead_packer_times_out_and_does_not_spin(tmp_path):
+    pytest.importorskip("vllm_omni")
+    from worker_shim.result_queue import PackerResultQueue
+
+    with running_packer(tmp_path / "run") as packer:
+        queue = PackerResultQueue(packer.connect("engine", "session-1"), MAC_KEY, Delivered())
+        packer.process.kill()
+        packer.wait()
+        before = time.process_time()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                queue.dequeue(0.2)
+        assert time.process_time() - before < 0.3
+        queue.close()
