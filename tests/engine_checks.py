@@ -166,9 +166,9 @@ def run_directories(engine_pid: int) -> list[str]:
 
 
 def named_memory() -> set[str]:
-    """Names in /dev/shm, less what is nobody's output: multiprocessing's semaphores, which vllm-omni's executor has for as
+    """Names in /dev/shm, less what is nobody's output: semaphores (multiprocessing's, loky's), which vllm-omni has for as
     long as it lives, and what the CUDA driver keeps there for itself."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "cuda."))}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "cuda."))}
 
 
 def mapped_elsewhere(names: set[str]) -> set[str]:
