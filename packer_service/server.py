@@ -46,7 +46,6 @@ class Server:
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
         self._connections = 0
-        self._had_engine = False
         self._stopping = ""
         self._idle_since = time.monotonic()
         self._budget = Budget(settings.pool_max_bytes)
@@ -181,7 +180,6 @@ class Server:
             pool, self._spare = self._spare or self._new_pool(), None
             engine = EngineSession(hello.session, channel, pool)
             self._engines[hello.session] = engine
-            self._had_engine = True
             self._changed.notify_all()
         logger.info("engine %s connected", engine.name)
         try:
