@@ -66,6 +66,8 @@ class Packer:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "packer_service", "serve", f"--ready-fd={writer}", *flags, *options],
+                # An engine that ran earlier in the test's own process may have set it: see worker_shim/supervisor.py.
+                env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
                 pass_fds=[writer],
                 stdin=subprocess.DEVNULL,
                 stderr=log,

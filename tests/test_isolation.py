@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packer_process import MIB, Packer, running_packer, session, transfer
 
+from packer_service.config import Settings
 from packer_service.memory import SharedMemory
+from worker_shim.supervisor import Supervisor
 
 HEAVY = ("torch", "vllm", "vllm_omni", "numpy", "transformers", "pandas", "worker_shim", "multiprocess")
 
@@ -55,6 +58,18 @@ def test_a_packer_that_has_served_maps_no_library_of_a_framework(tmp_path, libra
     with running_packer(tmp_path / "run") as packer, session(packer) as (engine, worker):
         transfer(engine, worker, MIB)
         assert f"/{library}/" not in Path(f"/proc/{packer.process.pid}/maps").read_text()
+
+
+def test_a_managed_packer_does_not_inherit_what_the_engine_preloads_for_its_workers(tmp_path, monkeypatch):
+    library = next(Path(torch.__file__).parent.glob("lib*/libgomp*.so*"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    supervisor = Supervisor(Settings())
+    try:
+        packer = supervisor.start("host")
+        assert library.name not in Path(f"/proc/{packer.process.pid}/maps").read_text()
+    finally:
+        supervisor.stop()
 
 
 def test_no_named_shared_memory_is_made_and_every_mapping_is_a_memfd(tmp_path):

@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 
 _PREFIX = "packer-"
 _STOP_GRACE_S = 15.0
+# vLLM's CPU platform sets it for the engine's workers (torch's OpenMP, tcmalloc); a packer is not one of them.
+_NOT_INHERITED = ("LD_PRELOAD",)
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Supervisor:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "packer_service", "serve", "--managed", f"--ready-fd={writer}", *options],
+                env={name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
                 pass_fds=[writer],
                 stdin=subprocess.DEVNULL,
             )
