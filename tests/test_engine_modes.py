@@ -93,6 +93,8 @@ def test_one_engine_after_another_is_served_by_the_same_sidecar(sidecar, uni, tm
     gone = sidecar.log.count("is gone")
     with packer_engine(packer=settings_of(sidecar, tmp_path)) as running:
         assert running.executor.packer_pids == [sidecar.process.pid]
+        # The packer has no patience, and its pool starts too small for the first output.
+        wait_until(lambda: in_packer_memory(outputs(running, *MIXED)[0]), "the pool has grown")
         received = outputs(running, *MIXED)
         assert_same(received, uni(*MIXED))
         assert in_packer_memory(received[0])

@@ -222,6 +222,13 @@ class Named(torch.Tensor):
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_one_element_cut_out_with_strides_arrives(shape, staged):
+    tensor = torch.arange(8.0).view(4, 2)[3:, 1:].as_strided(shape, (2,) * len(shape), 7)
+    assert_same(through(tensor, staged=staged), tensor)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
     dense = content(torch.float32, (20, 20)).nan_to_num()
     output = {
