@@ -19,7 +19,6 @@ import contextlib
 import json
 import queue
 import secrets
-import struct
 import subprocess
 import sys
 import time
@@ -179,7 +178,7 @@ class Worker:
             self._export(nbytes)
             on_device.signal = write
             yield
-            struct.pack_into("<Q", on_device.timeline.buffer, 0, on_device._value)
+            on_device.timeline.counter = on_device._value
         self._receive()
 
     def _export(self, nbytes: int) -> None:

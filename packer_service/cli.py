@@ -101,9 +101,12 @@ def serve(
     _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
     reason = server.wait()
     logging.getLogger(__name__).info("packer stops: %s", reason)
-    server.close()
+    finished = server.close()
     if managed:
         _remove_run_directory(settings)
+    if not finished:
+        logging.shutdown()
+        os._exit(0)
 
 
 def _report(ready_fd: int, **fields: object) -> None:

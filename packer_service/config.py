@@ -30,6 +30,7 @@ PACKER_SETTINGS = (
     "wait_s",
     "exit_after_s",
     "handshake_timeout_s",
+    "hang_s",
     "max_sessions",
     "allowed_uids",
     "log_level",
@@ -87,6 +88,19 @@ class Settings:
     start_timeout_s: float = _setting(
         30.0, "how long a packer may take to start, or to be reached", least=0.1, most=600.0
     )
+    restart_wait_s: float = _setting(
+        10.0,
+        "how long outputs wait for a packer that went away before they take vllm-omni's own path",
+        least=0.0,
+        most=600.0,
+    )
+    max_restarts: int = _setting(
+        3, "a packer that goes away more often than this within restart_window_s is left alone for retry_s", least=0
+    )
+    restart_window_s: float = _setting(60.0, "see max_restarts", least=0.0, most=86400.0)
+    retry_s: float = _setting(
+        10.0, "how long vllm-omni's own path is used before the packer is tried again", least=0.1, most=86400.0
+    )
     # -- where they meet --
     socket: str = _setting(
         "", "the packer's socket; for a sidecar the sockets of all its GPUs, separated by commas", kind="text"
@@ -110,6 +124,12 @@ class Settings:
     exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
     handshake_timeout_s: float = _setting(
         5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0
+    )
+    hang_s: float = _setting(
+        10.0,
+        "a packer that is silent, or a copy that does not end, for so long is hung and given up",
+        least=1.0,
+        most=3600.0,
     )
     max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
     allowed_uids: str = _setting("", "uids that may connect beside the packer's own, separated by commas", kind="text")

@@ -21,6 +21,10 @@ class PeerClosed(PackerError):
     """The peer closed its end of the connection, or died."""
 
 
+class PeerHung(PeerClosed):
+    """The peer is there and does not answer; its connection is given up."""
+
+
 class DeviceError(PackerError):
     """The device or its driver refused a call; the message carries the driver's name for it."""
 

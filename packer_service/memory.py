@@ -71,14 +71,17 @@ class SharedMemory:
             raise
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> SharedMemory:
-        """Map a peer's memfd after checking it. Takes over ``fd`` and closes it, also when it raises."""
+    def attach(cls, fd: int, nbytes: int, *, keep_fd: bool = False) -> SharedMemory:
+        """Map a peer's memfd after checking it. Takes over ``fd``: closes it, at ``close()`` where ``keep_fd``, else now."""
         try:
             check_memfd(fd, nbytes)
             memory = cls(fd, nbytes)
-        finally:
+        except BaseException:
             os.close(fd)
-        memory.fd = -1
+            raise
+        if not keep_fd:
+            os.close(fd)
+            memory.fd = -1
         return memory
 
     def populate(self, threads: int = 1, *, write: bool = True) -> None:

@@ -12,6 +12,7 @@ ever, so that peers of different versions can tell each other so.
       |-- Skeleton (+fd) -------->|                              |   export thread: what the output looks like
       |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|
       |                           |<------------------ Release --|   when the tensors die
+      |-- Ping / Pong ----------->|<----------------- Ping / Pong --|   where nothing else was heard for a while
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from msgspec import Meta
 
 from packer_service.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_FDS = 1
 MAX_PIECES = 1024
@@ -80,7 +81,12 @@ class Refused(Message, frozen=True):
 
 
 class MapTimeline(Message, frozen=True):
-    """Worker to packer, with the memfd of its timeline page."""
+    """Worker to packer, with the memfd of its timeline page (see ``packer_service.timeline``).
+
+    ``generation`` numbers this worker's connections: what came through an earlier one is void.
+    """
+
+    generation: Number = 0
 
 
 class MapArena(Message, frozen=True):
@@ -141,6 +147,21 @@ class Withdraw(Message, frozen=True):
 
     output: OutputId
     error: Text = ""
+
+
+class Fail(Message, frozen=True):
+    """Worker to packer: the device failed and this output will never be complete. ``error`` reaches the engine."""
+
+    output: OutputId
+    error: Text
+
+
+class Ping(Message, frozen=True):
+    """To the packer: are you there? Answered by ``Pong``."""
+
+
+class Pong(Message, frozen=True):
+    pass
 
 
 class Probe(Message, frozen=True):
@@ -205,6 +226,10 @@ class OutputReady(Message, frozen=True):
     error: Text = ""
 
 
+class WorkerGone(Message, frozen=True):
+    """Packer to engine: a worker of yours ended, and everything it had exported was published or failed before this."""
+
+
 class Release(Message, frozen=True):
     """Engine to packer: these leases are yours again."""
 
@@ -213,10 +238,10 @@ class Release(Message, frozen=True):
 
 HandshakeFromServer = Challenge | Welcome | Refused
 HandshakeFromClient = Hello
-FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Probe
-ToWorker = Ack | Nack | Probed | Unmapped | Refused
-FromEngine = Release
-ToEngine = Segment | SegmentGone | OutputReady | Refused
+FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
+ToWorker = Ack | Nack | Probed | Unmapped | Refused | Pong
+FromEngine = Release | Ping
+ToEngine = Segment | SegmentGone | OutputReady | WorkerGone | Refused | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -25,6 +25,9 @@ from packer_service.session import EngineSession, WorkerSession
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 1.0
+_LEAVE_S = 5.0
+_EXIT_HUNG = 70
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
 
@@ -46,6 +49,7 @@ class Server:
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
         self._connections = 0
+        self._unfinished = False  # a worker session still has copies under way; written as it ends
         self._stopping = ""
         self._idle_since = time.monotonic()
         self._budget = Budget(settings.pool_max_bytes)
@@ -53,9 +57,11 @@ class Server:
         self._spare.grow(settings.pool_bytes)
         self._socket = _listen(self._path)
         self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._accepter.start()
+        self._watchdog.start()
         logger.info(
             "packer ready on %s (%s), pool %d MiB, at most %d MiB, socket %s",
             self.device.name,
@@ -84,35 +90,76 @@ class Server:
                     self._stopping = f"no engine for {limit:g} s (setting exit_after_s)"
             return self._stopping
 
-    def close(self) -> None:
-        """Stop listening, end every session, give back all memory. The outputs that were delivered stay readable."""
+    def close(self) -> bool:
+        """Stop listening, end every session, give back all memory. The outputs that were delivered stay readable.
+
+        False where a session could not end, because a worker's forward still runs: then the process must exit at once,
+        which gives everything back too.
+        """
         self._path.unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
         self._socket.close()
         with self._changed:
             workers, engines = list(self._workers), list(self._engines.values())
         for worker in workers:
-            worker.disconnect()
+            worker.disconnect(leave=True)
         for engine in engines:
             engine.disconnect()
         with self._changed:
-            self._changed.wait_for(lambda: not self._connections, timeout=10.0)
-            left, spare, self._spare = self._connections, self._spare, None
+            self._changed.wait_for(lambda: not self._connections, timeout=_LEAVE_S)
+            left, spare, self._spare = self._connections or self._unfinished, self._spare, None
         if left:
-            logger.error("%d connections did not end within 10 s; their memory goes with the process", left)
-            return
+            logger.info("worker outputs are still on their way; their workers export them again")
+            return False
         if spare is not None:
             spare.close()
         self.device.close()
+        return True
+
+    # -- the watchdog --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """A copy that never ends cannot be given up in this process: it ends, and whoever runs it starts it again."""
+        looks = max(int(self.settings.hang_s / _WATCH_S), 1)
+        while not self._stopping:
+            time.sleep(_WATCH_S)
+            with self._changed:
+                workers = list(self._workers)
+            for worker in workers:
+                if stuck := worker.stuck(looks):
+                    self._die(f"{stuck} does not end (setting hang_s = {self.settings.hang_s:g})")
+            self._keep_listening()
+
+    def _die(self, reason: str) -> None:
+        logger.critical("packer ends so that it is started again: %s", reason)
+        logging.shutdown()
+        os._exit(_EXIT_HUNG)
+
+    def _keep_listening(self) -> None:
+        """Whoever cleans up a run directory may remove the socket; nobody could reach the packer again."""
+        if self._path.exists() or self._stopping:
+            return
+        logger.error("the socket %s was removed; listening there again", self._path)
+        try:
+            listener = _listen(self._path)
+        except (PackerError, OSError) as error:
+            logger.error("cannot listen at %s: %s", self._path, error)
+            return
+        old, self._socket = self._socket, listener
+        old.shutdown(socket.SHUT_RDWR)  # the accepter takes the new one
+        old.close()
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
         while True:
+            listener = self._socket
             try:
-                peer, _ = self._socket.accept()
+                peer, _ = listener.accept()
             except OSError as error:
-                if self._stopping or self._socket.fileno() < 0:
+                if listener is not self._socket:
+                    continue
+                if self._stopping or listener.fileno() < 0:
                     return
                 logger.error("cannot accept a connection: %s", error)  # out of descriptors, most likely
                 time.sleep(0.1)
@@ -186,6 +233,8 @@ class Server:
             engine.serve()
         finally:
             pool.refuse()
+            if self._managed:
+                self.stop("the engine that started this packer is gone")
             with self._changed:
                 del self._engines[engine.name]
                 workers = [worker for worker in self._workers if worker.engine is engine]
@@ -193,12 +242,11 @@ class Server:
                 worker.disconnect()
             with self._changed:
                 self._changed.wait_for(lambda: not any(worker.engine is engine for worker in self._workers))
-            engine.close()
+            if not self._unfinished:
+                engine.close()
             with self._changed:
                 self._idle_since = time.monotonic()
                 self._changed.notify_all()
-            if self._managed:
-                self.stop("the engine that started this packer is gone")
 
     def _serve_worker(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
@@ -207,14 +255,16 @@ class Server:
                 channel.close()
                 return
             worker = WorkerSession(
-                f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings
+                f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings, self._die
             )
             self._workers.add(worker)
         logger.info("worker %s connected", worker.name)
+        finished = True
         try:
-            worker.serve()
+            finished = worker.serve()
         finally:
             with self._changed:
+                self._unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
 

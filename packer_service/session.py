@@ -8,9 +8,12 @@ the engine, and only after that send the ack to the worker, so that an output is
 engine's hands. From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
 
 Note [When a worker is gone]
-Its imports keep the device memory alive, so whatever its device had completed (the timeline says so) is still copied and
-delivered. What had not been completed never will be: those transfers are marked, the counter is forced so that the stream
-moves on, their copies are discarded and their regions released only after the stream has passed them.
+The end of its connection does not say whether it died (packer_service.timeline does). If it is dead, its imports keep the
+device memory alive, so whatever its device had completed is still copied and delivered. What had not been completed never
+will be: those transfers are marked, the counter is forced so that the stream moves on, their copies are discarded and their
+regions released only after the stream has passed them. If it only hung up, it exports everything again somewhere, and its
+device goes on and will still write the counter: then nothing is forced, published or failed, and what was submitted ends
+when the worker's own forward does, or when the worker dies after all.
 """
 
 from __future__ import annotations
@@ -19,36 +22,43 @@ import hashlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
-from packer_service.devices.host import TIMELINE_BYTES
 from packer_service.errors import DeviceError, PackerError, PeerClosed, ProtocolError
-from packer_service.memory import SharedMemory, check_memfd
+from packer_service.memory import check_memfd
 from packer_service.pool import Pool, Region
 from packer_service.protocol import (
     Ack,
     Export,
+    Fail,
     Lease,
     MapArena,
     Nack,
     OutputReady,
     Piece,
+    Ping,
+    Pong,
     Probe,
     Probed,
     Segment,
     SegmentGone,
     Skeleton,
     Withdraw,
+    WorkerGone,
 )
+from packer_service.timeline import TimelinePage
 from packer_service.transport import Channel, close_fds
 
 logger = logging.getLogger(__name__)
 
 PROBE_WAIT_S = 10.0  # whatever wait_s says: the pool of a packer's second engine is empty until it grows
 _PROBE = ""  # stands for a probe among the outputs; no output is called so
+_LIVENESS_POLL_S = 0.02
+_LEAVE_S = 2.0  # for copies on their way when the packer is told to stop
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
 
 
@@ -76,6 +86,9 @@ class EngineSession:
                 assert received is not None
                 message, fds = received
                 close_fds(fds)
+                if isinstance(message, Ping):
+                    self._send(Pong())
+                    continue
                 assert isinstance(message, protocol.Release)
                 for lease in message.leases:
                     try:
@@ -110,6 +123,16 @@ class EngineSession:
         """Send one OUTPUT_READY. PeerClosed where the engine is gone."""
         if any(lease.segment not in self._announced for lease in message.leases):
             self.announce_segments()
+        self._send(message, fd)
+
+    def tell_worker_gone(self) -> None:
+        """See ``WorkerGone``."""
+        try:
+            self._send(WorkerGone())
+        except PeerClosed:
+            pass  # then it asks no more
+
+    def _send(self, message: protocol.Message, fd: int | None = None) -> None:
         with self._lock:
             self._channel.send(message, fd)
 
@@ -146,30 +169,47 @@ class WorkerSession:
     acknowledges. ``_lock`` guards ``_transfers`` and every Transfer in it.
     """
 
-    def __init__(self, name: str, channel: Channel, engine: EngineSession, device: Device, settings: Settings) -> None:
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        engine: EngineSession,
+        device: Device,
+        settings: Settings,
+        on_device_failure: Callable[[str], None],
+    ) -> None:
         self.name = name
         self.engine = engine
         self.outputs = 0  # published; written under _lock
         self.nacks = 0
         self._channel = channel
         self._device = device
+        self._on_device_failure = on_device_failure
         self._wait_s = settings.wait_s
         self._stream: Stream = device.open_stream()
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
         self._timeline: Timeline | None = None
+        self._generation = 0
+        self._leave = threading.Event()  # the packer stops: wait for nobody
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
+        self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
+        self._watched: Transfer | None = None  # watchdog only, with for how many of its looks
+        self._looks = 0
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
         self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Take messages until the worker is gone, then see its finished outputs off and give everything back."""
+    def serve(self) -> bool:
+        """Take messages until the worker is gone, then see its finished outputs off and give everything back.
+
+        False where the packer stops and copies are still under way: nothing they use was given back.
+        """
         self._device.bind_thread()
         self._finisher.start()
-        reason = "the worker died before the output was complete on the device"
+        reason = ""
         try:
             while True:
                 received = self._channel.receive()
@@ -187,11 +227,14 @@ class WorkerSession:
             logger.error("worker %s broke the protocol and is disconnected: %s", self.name, error)
             _refuse(self._channel, str(error))
             reason = f"the worker broke the protocol: {error}"
+            self._channel.shutdown()  # so that it exports elsewhere what it has here
         finally:
-            self._abandon_incomplete(reason)
+            dead = self._see_off(reason or "the worker died before the output was complete on the device")
             self._finishing.put(None)
-            self._finisher.join()
-            self._close()
+            self._finisher.join(_LEAVE_S if self._leave.is_set() else None)
+            if finished := not self._finisher.is_alive():
+                self._close(dead)
+        return finished
 
     def _handle(self, message: protocol.Message, fds: list[int]) -> None:
         """One message. Takes out of ``fds`` the descriptors it keeps."""
@@ -210,7 +253,12 @@ class WorkerSession:
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
-                self._timeline = self._device.open_timeline(SharedMemory.attach(fds.pop(), TIMELINE_BYTES))
+                self._timeline = self._device.open_timeline(TimelinePage.attach(fds.pop()))
+                self._generation = message.generation
+            case Fail():
+                self._fail(message)
+            case Ping():
+                self._channel.send(Pong())
             case Probe():
                 self._start(Export(_PROBE, message.ready, (message.piece,), message.event), message)
             case _:
@@ -276,6 +324,25 @@ class WorkerSession:
         if copied:
             self._settle(transfer)
 
+    def _fail(self, message: Fail) -> None:
+        """The worker's device broke: release the wait that nothing will meet, and let the engine know."""
+        with self._lock:
+            transfer = self._transfers.get(message.output)
+            if transfer is None or (transfer.copied and transfer.second is not None):
+                return  # it was complete after all
+            if transfer.host_fd is not None:
+                close_fds([transfer.host_fd])
+                transfer.host_fd = None
+            transfer.second = Withdraw(message.output, message.error)
+            self._force(transfer.export.ready)
+            copied = transfer.copied
+        if copied:
+            self._settle(transfer)
+
+    def _force(self, value: int) -> None:
+        if self._timeline is not None and self._timeline.page.counter < value:
+            self._timeline.page.counter = value
+
     def _check(self, piece: Piece) -> None:
         """A piece must lie inside its chunk, as the device itself measured it."""
         arena = self._arenas.get(piece.arena)
@@ -302,6 +369,7 @@ class WorkerSession:
         try:
             transfer.marker = self._submit(transfer.export, transfer.regions)
         except DeviceError as error:
+            self._check_device()
             transfer.abandoned = str(error)
             transfer.marker = self._stream.record()  # what was submitted must be past before the regions go back
 
@@ -318,6 +386,11 @@ class WorkerSession:
             self._stream.copy_to_host(region.address, arena, piece.offset, piece.nbytes)
         return self._stream.record()
 
+    def _check_device(self) -> None:
+        """An error of one call fails one output; one that breaks the context ends the packer, which is started again."""
+        if failure := self._device.failure():
+            self._on_device_failure(f"the device cannot be used any more: {failure}")
+
     # -- the finisher --------------------------------------------------------------------------------------------------
 
     def _finish_all(self) -> None:
@@ -329,6 +402,7 @@ class WorkerSession:
                 pass  # the reader sees it too, and ends the session
             except Exception as error:
                 logger.exception("output %s failed in the packer", transfer.output)
+                self._check_device()
                 with self._lock:
                     transfer.abandoned = transfer.abandoned or f"{type(error).__name__}: {error}"
                     transfer.copied = True
@@ -357,7 +431,9 @@ class WorkerSession:
             del self._transfers[transfer.output]
         for number in transfer.export.close:
             self._unmap_arena(number)
-        if isinstance(transfer.second, Probe):
+        if self._timeline is not None and self._timeline.page.generation != self._generation:
+            self._drop(transfer)  # see packer_service.timeline: it may have been overwritten, and is exported again
+        elif isinstance(transfer.second, Probe):
             self._answer_probe(transfer)
         elif isinstance(transfer.second, Withdraw):
             self._drop(transfer)
@@ -404,7 +480,7 @@ class WorkerSession:
         try:
             self._channel.send(Nack(transfer.output, transfer.abandoned[:4000]))
         except PeerClosed:
-            self._tell_engine(OutputReady(transfer.output, error=transfer.abandoned[:4000]))
+            self._unanswered[transfer.output] = transfer.abandoned[:4000]  # the engine's to know, if the worker is dead
 
     def _drop(self, transfer: Transfer) -> None:
         """Give back what the transfer still holds."""
@@ -423,23 +499,46 @@ class WorkerSession:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _abandon_incomplete(self, reason: str) -> None:
-        """See Note [When a worker is gone]."""
-        with self._lock:
-            reached = self._timeline.value() if self._timeline is not None else 0
-            last = reached
-            for transfer in self._transfers.values():
-                if transfer.export.ready > reached:
-                    last = max(last, transfer.export.ready)
-                    transfer.abandoned = reason
-            if self._timeline is not None and last > reached:
-                self._timeline.force(last)
+    def _see_off(self, reason: str) -> bool:
+        """Wait until it is known whether the worker died and until the finisher has nothing left to wait for. Whether it died.
 
-    def _close(self) -> None:
+        See Note [When a worker is gone].
+        """
+        if self._timeline is None:
+            return True
+        page = self._timeline.page
+        while True:
+            dead = not page.owner_lives()
+            void = page.generation != self._generation
+            incomplete = self._incomplete()
+            if dead and not void:
+                with self._lock:
+                    for transfer in incomplete:
+                        transfer.abandoned = reason
+            if dead:
+                for transfer in incomplete:
+                    self._force(transfer.export.ready)
+                return not void
+            if (void and not incomplete) or self._leave.wait(_LIVENESS_POLL_S):
+                return False
+
+    def _incomplete(self) -> list[Transfer]:
+        """What the worker's device has not finished."""
+        assert self._timeline is not None
+        with self._lock:
+            counter = self._timeline.page.counter
+            return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
+
+    def _close(self, dead: bool) -> None:
+        """Give everything back; what a dead worker left half-sent fails."""
         for transfer in self._transfers.values():  # no second message ever came
             self._drop(transfer)
-            self._tell_engine(OutputReady(transfer.output, error="the worker died while it was sending this output"))
+            self._unanswered[transfer.output] = "the worker died while it was sending this output"
         self._transfers.clear()
+        if dead:
+            for output, reason in self._unanswered.items():
+                self._tell_engine(OutputReady(output, error=reason))
+            self.engine.tell_worker_gone()
         self._stream.close()
         for arena in self._arenas.values():
             if not isinstance(arena, str):
@@ -448,9 +547,27 @@ class WorkerSession:
             self._timeline.close()
         self._channel.close()
 
-    def disconnect(self) -> None:
-        """Have ``serve`` end, from another thread."""
+    def disconnect(self, *, leave: bool = False) -> None:
+        """Have ``serve`` end, from another thread; with ``leave`` even where a live worker's outputs are not complete."""
+        if leave:
+            self._leave.set()
         self._channel.shutdown()
+
+    # -- the watchdog --------------------------------------------------------------------------------------------------
+
+    def stuck(self, looks: int) -> str:
+        """Called at intervals by one thread: which copy has been due for the last ``looks`` of them; empty while all move.
+
+        It counts looks rather than time, in which this process may have been stopped.
+        """
+        with self._lock:
+            counter = self._timeline.page.counter if self._timeline is not None else 0
+            due = next(
+                (t for t in self._transfers.values() if t.marker and not t.copied and t.export.ready <= counter), None
+            )
+        self._looks = self._looks + 1 if due is not None and due is self._watched else 0
+        self._watched = due
+        return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""
 
 
 def _refuse(channel: Channel, reason: str) -> None:

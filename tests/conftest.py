@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from worker_shim.demo.engine import nvidia_gpus, prepare
 
 GPUS = nvidia_gpus()
+
+# The same examples in every run: a commit that changes nothing fails nowhere. HYPOTHESIS_PROFILE=search tries new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.register_profile("search", database=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,6 @@ import re
 import secrets
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -22,7 +21,17 @@ from typing import Any
 
 from packer_service import protocol, transport
 from packer_service.memory import SharedMemory
-from packer_service.protocol import Ack, Export, MapArena, MapTimeline, Message, OutputReady, Piece, Skeleton
+from packer_service.protocol import (
+    Ack,
+    Export,
+    MapArena,
+    MapTimeline,
+    Message,
+    OutputReady,
+    Piece,
+    Skeleton,
+)
+from packer_service.timeline import TimelinePage
 
 MIB = 1 << 20
 DEADLINE_S = 20.0  # of whatever a test waits for; nothing comes near it unless it is broken
@@ -127,19 +136,38 @@ class Engine:
         self.channel = packer.connect("engine", self.session)
         self.segments: dict[int, SharedMemory] = {}
         self.fds: list[int] = []  # of the last message
+        self.workers_gone = 0
+        self.pongs = 0
 
     def next(self, timeout_s: float = DEADLINE_S) -> OutputReady:
-        """The next OUTPUT_READY."""
+        """The next OUTPUT_READY; what came before it is taken care of."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            received = self.channel.receive(deadline - time.monotonic())
-            assert received is not None, "no OUTPUT_READY came"
-            transport.close_fds(self.fds)
-            message, self.fds = received
-            if isinstance(message, OutputReady):
+        while (ready := self._take(deadline - time.monotonic())) is None:
+            assert time.monotonic() < deadline, "no OUTPUT_READY came"
+        return ready
+
+    def poll(self) -> OutputReady | None:
+        """Take what is there; an OUTPUT_READY, if that comes first."""
+        return self._take(0.0)
+
+    def _take(self, timeout_s: float) -> OutputReady | None:
+        received = self.channel.receive(timeout_s)
+        if received is None:
+            return None
+        transport.close_fds(self.fds)
+        message, self.fds = received
+        match message:
+            case OutputReady():
                 return message
-            assert isinstance(message, protocol.Segment), message
-            self.segments[message.segment] = SharedMemory.attach(self.fds.pop(), message.nbytes)
+            case protocol.Segment():
+                self.segments[message.segment] = SharedMemory.attach(self.fds.pop(), message.nbytes)
+            case protocol.WorkerGone():
+                self.workers_gone += 1
+            case protocol.Pong():
+                self.pongs += 1
+            case _:
+                raise AssertionError(message)
+        return None
 
     def read(self, ready: OutputReady) -> list[bytes]:
         """The bytes of each lease."""
@@ -164,7 +192,7 @@ class Worker:
 
     def __init__(self, packer: Packer, session: str, arena_bytes: int = 2 * MIB) -> None:
         self.channel = packer.connect("worker", session)
-        self.timeline = SharedMemory.create("test-timeline", 4096)
+        self.timeline = TimelinePage.create()
         self.arena = SharedMemory.create("test-arena", arena_bytes)
         self.value = 0  # the last that was given to an export
         self.channel.send(MapTimeline(), self.timeline.fd)
@@ -172,7 +200,7 @@ class Worker:
 
     def reach(self, value: int) -> None:
         """Everything up to ``value`` is complete on the device."""
-        struct.pack_into("<Q", self.timeline.buffer, 0, value)
+        self.timeline.counter = value
 
     def write(self, data: bytes, offset: int = 0) -> Piece:
         """Put ``data`` into the arena."""

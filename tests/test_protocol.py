@@ -16,6 +16,7 @@ from packer_service.protocol import (
     Challenge,
     Decoder,
     Export,
+    Fail,
     Hello,
     Lease,
     MapArena,
@@ -24,6 +25,8 @@ from packer_service.protocol import (
     Nack,
     OutputReady,
     Piece,
+    Ping,
+    Pong,
     Probe,
     Probed,
     Refused,
@@ -35,6 +38,7 @@ from packer_service.protocol import (
     Unmapped,
     Welcome,
     Withdraw,
+    WorkerGone,
 )
 
 NONCE, DIGEST = bytes(range(32)), bytes(reversed(range(32)))
@@ -53,6 +57,12 @@ MESSAGES: list[tuple[Decoder, Message]] = [
     (protocol.from_worker, Export("output", 7, (Piece(0, 4096, 1), Piece(1, 0, 1 << 40)), bytes(64), (1,))),
     (protocol.from_worker, Skeleton("output", b"payload", DIGEST, 4096, 12)),
     (protocol.from_worker, Withdraw("output", "out of memory")),
+    (protocol.from_worker, Fail("output", "device-side assert")),
+    (protocol.from_worker, Ping()),
+    (protocol.to_worker, Pong()),
+    (protocol.from_engine, Ping()),
+    (protocol.to_engine, Pong()),
+    (protocol.to_engine, WorkerGone()),
     (protocol.from_worker, Probe(1, Piece(0, 0, 65536))),
     (protocol.to_worker, Probed(DIGEST)),
     (protocol.to_worker, Ack("output")),

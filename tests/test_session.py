@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 import secrets
 import shutil
@@ -41,10 +42,13 @@ from packer_service.memory import SharedMemory, create_memfd
 from packer_service.protocol import (
     Ack,
     Export,
+    Fail,
     MapArena,
     MapTimeline,
     Nack,
     Piece,
+    Ping,
+    Pong,
     Probe,
     Probed,
     Refused,
@@ -428,6 +432,7 @@ def test_a_host_memfd_that_is_too_small_is_refused_and_its_output_fails(pair):
     worker.export("output", worker.write(b"x"))
     worker.skeleton("output", b"", fd, host_nbytes=101)
     assert_refused(worker.channel, "holds 100 bytes, not the 101")
+    worker.close()  # while it lives it may export the output again
     ready = engine.next()
     assert ready.output == "output"
     assert ready.error
@@ -450,6 +455,7 @@ def test_an_output_exported_twice_is_refused(pair):
     for _ in range(2):
         worker.export("output", worker.write(b"x"), complete=False)
     assert_refused(worker.channel, "output output is exported already")
+    worker.close()
     assert "output" in engine.next().output
 
 
@@ -514,9 +520,10 @@ def test_a_chunk_let_go_while_it_is_copied_from_is_refused_and_the_packer_lives(
     else:
         worker.channel.send(Export("other", 0, (), close=(0,)))
     assert isinstance(worker.answer(), Refused)
-    answer = worker.answer()
-    assert isinstance(answer, Nack)
-    assert "arena chunk 0 is in use by output pending" in answer.reason
+    worker.close()
+    ready = engine.next()
+    assert ready.output == "pending"
+    assert "arena chunk 0 is in use by output pending" in ready.error
     with contextlib.closing(Worker(packer, engine.session)) as successor:
         transfer(engine, successor)
 
@@ -526,9 +533,134 @@ def test_an_output_from_a_chunk_that_another_output_will_close_is_refused(packer
     worker.channel.send(Export("closes", 1, (worker.write(b"x" * MIB),), close=(0,)))
     worker.channel.send(Export("other", 1, (Piece(0, 0, 10),)))
     assert_refused(worker.channel, "arena chunk 0 is in use by an output that will close it")
+    worker.close()
     assert engine.next().output == "closes"
     with contextlib.closing(Worker(packer, engine.session)) as successor:
         transfer(engine, successor)
+
+
+# -- workers that hang up and live -------------------------------------------------------------------------------------
+
+
+def hang_up(worker: Worker) -> None:
+    """What a worker does whose connection ended: from here on its outputs of that connection are void."""
+    worker.channel.close()
+    worker.timeline.generation += 1
+
+
+def rejoin(packer: Packer, session: str, worker: Worker) -> None:
+    """Connect again, with the same arena and timeline."""
+    worker.channel = packer.connect("worker", session)
+    worker.channel.send(MapTimeline(worker.timeline.generation), worker.timeline.fd)
+    worker.channel.send(MapArena(0, worker.arena.nbytes), worker.arena.fd)
+
+
+def test_a_worker_that_hung_up_exports_its_unfinished_output_again_and_the_engine_gets_it_once(packer, pair):
+    engine, worker = pair
+    value = worker.export("output", worker.write(b"right"), complete=False)
+    worker.skeleton("output")
+    hang_up(worker)
+    rejoin(packer, engine.session, worker)
+    worker.channel.send(Export("output", value, (Piece(0, 0, 5),)))
+    worker.skeleton("output")
+    worker.reach(value)
+    assert engine.read(engine.next()) == [b"right"]
+    assert worker.answer() == Ack("output")
+    transfer(engine, worker)
+    assert engine.workers_gone == 0
+
+
+def test_nothing_of_a_connection_that_ended_is_published_once_its_memory_may_be_used_again(packer, pair):
+    engine, worker = pair
+    value = worker.export("void", worker.write(b"old"), complete=False)
+    worker.skeleton("void")
+    hang_up(worker)
+    worker.write(b"new")
+    worker.reach(value)
+    rejoin(packer, engine.session, worker)
+    transfer(engine, worker)  # and nothing before it: transfer checks what comes
+
+
+def test_the_counter_of_a_worker_that_hung_up_is_left_alone(packer, pair):
+    engine, worker = pair
+    first, _ = (worker.export(f"output-{n}", worker.write(b"x"), complete=False) for n in range(2))
+    hang_up(worker)
+    packer.wait_log("worker .* is gone")
+    rejoin(packer, engine.session, worker)
+    worker.value = 10
+    transfer(engine, worker)
+    assert worker.timeline.counter == 11
+    assert first == 1
+
+
+@pytest.mark.parametrize("half", ["no skeleton", "skeleton"])
+def test_a_worker_that_hung_up_and_then_died_fails_nothing_it_may_have_sent_elsewhere(packer, pair, half):
+    engine, worker = pair
+    worker.export("output", worker.write(b"x"), complete=False)
+    if half == "skeleton":
+        worker.skeleton("output")
+    hang_up(worker)
+    worker.close()
+    with contextlib.closing(Worker(packer, engine.session)) as successor:
+        transfer(engine, successor)
+
+
+def test_the_engine_hears_that_a_worker_died_after_everything_that_worker_had_finished(pair):
+    engine, worker = pair
+    for n in range(5):
+        worker.export(f"output-{n}", worker.write(b"x" * 100_000))
+        worker.skeleton(f"output-{n}")
+    worker.export("never", worker.write(b"x"), complete=False)
+    worker.skeleton("never")
+    worker.export("half", worker.write(b"x"), complete=False)
+    worker.close()
+    ends = [engine.next() for _ in range(7)]
+    assert [end.output for end in ends if not end.error] == [f"output-{n}" for n in range(5)]
+    assert {end.output: end.error for end in ends if end.error} == {
+        "never": "the worker died before the output was complete on the device",
+        "half": "the worker died while it was sending this output",
+    }
+    wait_until(lambda: engine.poll() or engine.workers_gone, "the engine hears of it")
+
+
+# -- failing devices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", ["no skeleton", "skeleton"])
+def test_an_output_that_the_workers_device_will_not_complete_fails_at_once(pair, half):
+    engine, worker = pair
+    worker.export("output", worker.write(b"x"), complete=False)
+    if half == "skeleton":
+        fd = create_memfd("host arrays", 100)
+        worker.skeleton("output", b"", fd, host_nbytes=100)
+        os.close(fd)
+    worker.channel.send(Fail("output", "device-side assert"))
+    ready = engine.next()
+    assert (ready.output, ready.error, ready.leases) == ("output", "device-side assert", ())
+    assert worker.answer() == Ack("output")
+    transfer(engine, worker)
+
+
+def test_a_failure_that_comes_too_late_changes_nothing(pair):
+    engine, worker = pair
+    worker.export("output", worker.write(b"x"))
+    worker.skeleton("output")
+    assert engine.read(engine.next()) == [b"x"]
+    worker.channel.send(Fail("output", "device-side assert"))
+    assert worker.answer() == Ack("output")
+    transfer(engine, worker)
+
+
+# -- heartbeat ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ping_is_answered_to_either_peer_also_while_a_copy_waits(pair):
+    engine, worker = pair
+    worker.export("pending", worker.write(b"x"), complete=False)
+    worker.channel.send(Ping())
+    assert worker.answer() == Pong()
+    engine.channel.send(Ping())
+    wait_until(lambda: engine.poll() or engine.pongs == 1, "the engine is answered")
 
 
 # -- bad engines -------------------------------------------------------------------------------------------------------
@@ -796,10 +928,11 @@ def test_nobody_can_connect_to_a_packer_that_is_gone(tmp_path):
             Engine(packer)
 
 
-def test_the_timeline_counter_is_little_endian_64_bit(pair):
+def test_the_timeline_counter_is_the_first_eight_bytes_little_endian(pair):
     """A GPU writes it (cuStreamWriteValue64), so its form is part of the protocol."""
     engine, worker = pair
     worker.channel.send(Export("far", 1 << 40, (worker.write(b"far"),)))
     worker.skeleton("far")
-    worker.timeline.buffer[:8] = struct.pack("<Q", 1 << 40)
+    with mmap.mmap(worker.timeline.fd, worker.timeline.nbytes) as page:
+        page[:8] = struct.pack("<Q", 1 << 40)
     assert engine.read(engine.next()) == [b"far"]

@@ -3,8 +3,10 @@
 Note [What starts when, and what ends it]
 start   compatibility check -> packers (managed) or connections (sidecar) -> engine sessions -> workers, which join the
         session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
-end     vllm-omni's own shutdown (workers, then pumps) -> engine sessions -> packers. If the engine is killed instead, its
+end     vllm-omni's own shutdown (workers, then pumps) -> packers -> engine sessions. If the engine is killed instead, its
         workers get vllm-omni's death signal and a managed packer sees its session end.
+between a packer that dies is brought back by its keeper; a worker that dies ends everything, as vllm-omni has it, but not
+        before the packer has delivered what that worker had finished.
 """
 
 from __future__ import annotations
@@ -14,24 +16,26 @@ import multiprocessing
 import secrets
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.diffusion.executor import multiproc_executor
 from vllm_omni.platforms import current_omni_platform
 
-from packer_service import transport
 from packer_service.config import Settings
 from packer_service.errors import PackerError, PackerUnavailable
 from worker_shim import compat
 from worker_shim.handoff import Handoff
+from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
 from worker_shim.receiver import Delivered
-from worker_shim.result_queue import OnceQueue, PackerResultQueue
+from worker_shim.result_queue import OnceQueue
 from worker_shim.supervisor import Supervisor
 from worker_shim.worker import worker_main
 
 logger = get_logger(__name__)
 
+_LAST_OUTPUTS_S = 5.0
 _REPLY_RANKS = frozenset({0})  # of request mode; the other ranks send no outputs
 
 
@@ -46,7 +50,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     def _init_executor(self) -> None:
         self._shutdown_lock = threading.RLock()
         self._supervisor: Supervisor | None = None
-        self._packer_queues: list[PackerResultQueue] = []
+        self._keepers: list[PackerKeeper] = []
         self._handoff: Handoff | None = None
         self._delivered = Delivered()
         settings = Settings.load((self.od_config.additional_config or {}).get("packer"))
@@ -72,15 +76,14 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             if found:
                 raise PackerUnavailable("; ".join(found))
             known = True
-            sockets, key = self._start_or_find(settings)
+            packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
-            by_device: dict[str, str] = {}
-            for socket in sockets:
-                channel, welcome = transport.connect(socket, key, "engine", session, timeout_s=settings.start_timeout_s)
-                self._packer_queues.append(PackerResultQueue(channel, mac_key, self._delivered))
-                by_device[welcome.device_uuid] = socket
+            for socket, restart in packers.items():
+                keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart)
+                self._keepers.append(keeper)
+                device = keeper.welcome
                 logger.info(
-                    "outputs of %s (%s) go through packer %d", welcome.device_name, welcome.device_uuid, welcome.pid
+                    "outputs of %s (%s) go through packer %d", device.device_name, device.device_uuid, device.pid
                 )
         except (PackerError, OSError) as error:
             self._close_packers()
@@ -91,26 +94,28 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                 error,
             )
             return Handoff(settings, "", {}, frozenset(), b"", b"") if known else None
+        by_device = {keeper.welcome.device_uuid: keeper.socket for keeper in self._keepers}
         return Handoff(settings, session, by_device, _REPLY_RANKS, key, mac_key)
 
-    def _start_or_find(self, settings: Settings) -> tuple[list[str], bytes]:
-        """The sockets of the packers, one a GPU, and their key."""
+    def _start_or_find(self, settings: Settings) -> tuple[dict[str, Callable[[], None] | None], bytes]:
+        """The sockets of the packers, one a GPU, with what starts each again where that is ours to do, and their key."""
         if settings.mode == "sidecar":
             if not settings.sockets():
                 raise PackerUnavailable("mode is 'sidecar' and the setting socket names no packer's socket")
-            return settings.sockets(), settings.read_key()
+            return dict.fromkeys(settings.sockets()), settings.read_key()
         kind = current_omni_platform.device_type
         if kind not in ("cuda", "cpu") or (kind == "cuda" and not current_omni_platform.is_cuda()):
             raise PackerUnavailable(f"the packer copies from NVIDIA GPUs, and this platform is {kind!r}")
-        self._supervisor = Supervisor(settings)
+        self._supervisor = supervisor = Supervisor(settings)
         for rank in sorted(_REPLY_RANKS):
-            self._supervisor.start(f"cuda:{rank}" if kind == "cuda" else "host")
-        return [packer.socket for packer in self._supervisor.packers], self._supervisor.key
+            supervisor.start(f"cuda:{rank}" if kind == "cuda" else "host")
+        restarts = {packer.socket: functools.partial(supervisor.restart, packer) for packer in supervisor.packers}
+        return {**restarts}, supervisor.key
 
     @property
     def packer_pids(self) -> list[int]:
         """The packers that serve this executor; none where outputs take vllm-omni's own path."""
-        return [packer_queue.packer_pid for packer_queue in self._packer_queues if not packer_queue.broken]
+        return [pid for keeper in self._keepers if (pid := keeper.queue.packer_pid) is not None]
 
     def _launch_workers(self, *args: Any, **kwargs: Any) -> Any:
         """vllm-omni's own, run with a WorkerProc whose entry point is ours. Its module stays as it is."""
@@ -138,9 +143,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _start_result_pump(self) -> None:
         super()._start_result_pump()
-        for number, packer_queue in enumerate(self._packer_queues):
+        for number, keeper in enumerate(self._keepers):
             thread = threading.Thread(
-                target=self._result_pump, args=(packer_queue,), daemon=True, name=f"PackerResultPump-{number}"
+                target=self._result_pump, args=(keeper.queue,), daemon=True, name=f"PackerResultPump-{number}"
             )
             self._result_pump_threads.append(thread)
             thread.start()
@@ -158,17 +163,30 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
     def shutdown(self) -> None:
-        """End workers, pumps, sessions and packers, in that order. Idempotent; concurrent callers wait for the first."""
+        """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first."""
         with self._shutdown_lock:
+            for keeper in self._keepers:
+                keeper.stop()
+            if not self._closed:
+                self._await_dead_workers()
             try:
                 super().shutdown()
             finally:
                 self._close_packers()
 
+    def _await_dead_workers(self) -> None:
+        """What a worker had finished before it died is delivered before anybody is told that it died."""
+        exporting = self._handoff.ranks if self._handoff is not None else frozenset()
+        if any(rank in exporting and not process.is_alive() for rank, process in enumerate(self._processes)):
+            for keeper in self._keepers:
+                keeper.queue.await_last_outputs(_LAST_OUTPUTS_S)
+
     def _close_packers(self) -> None:
-        queues, self._packer_queues = self._packer_queues, []
-        for packer_queue in queues:
-            packer_queue.close()
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.stop()
         if self._supervisor is not None:
             self._supervisor.stop()
             self._supervisor = None
+        for keeper in keepers:
+            keeper.close()

@@ -9,17 +9,16 @@ Ack thread: takes slots back, hears of failures. Whatever the packer cannot do c
 Note [Held until the ack]
 Each piece of an output is flat device memory (``views``): a slot of the arena; a clone beside a full arena, until slots
 come back; or, of an output larger than the arena may grow, its own memory where it lies ("direct"). It is held until the
-ack, whatever becomes of the packer: an output that is handed back is rebuilt from it and goes vllm-omni's own way.
-Only a direct piece can be overwritten by a later forward of a pipeline that reuses its buffers.
+ack, whatever becomes of the packer: the output is exported from it again to the next packer, or is handed back, rebuilt
+from it and sent vllm-omni's own way (see Note [What a restart means to the worker]). Only a direct piece can be overwritten
+by a later forward of a pipeline that reuses its buffers.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +26,29 @@ import torch
 
 from packer_service import protocol, transport
 from packer_service.config import Settings
-from packer_service.errors import DeviceError, PackerError, PackerUnavailable, PeerClosed
+from packer_service.errors import DeviceError, PackerUnavailable
 from packer_service.extents import align
 from packer_service.memory import SharedMemory
-from packer_service.protocol import Export, MapArena, Message, Piece, Probe, Probed, Skeleton, UnmapArena, Withdraw
+from packer_service.protocol import (
+    Export,
+    Fail,
+    MapArena,
+    MapTimeline,
+    Message,
+    Piece,
+    Probe,
+    Probed,
+    Skeleton,
+    UnmapArena,
+    Withdraw,
+)
+from packer_service.transport import Channel
 from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
 from worker_shim.export_device import Chunk, ExportDevice, Signal
 from worker_shim.log import get_logger
 from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
+from worker_shim.uplink import Packet, Uplink
 
 logger = get_logger(__name__)
 
@@ -43,6 +56,7 @@ OWN_PIECE_BYTES = (
     1 << 20
 )  # an array this large is a piece of its own, and so a lease of its own; smaller ones share one
 PROBE_BYTES = 1 << 16
+_FINISH_S = 5.0
 _NO_SIGNAL = Signal(0)
 
 Salvage = Callable[[object, Callable[[object], object]], bool]
@@ -63,16 +77,25 @@ class Staged:
     pieces: tuple[Piece, ...] = ()  # as the packer reads them; empty while they are clones
     imports: tuple[int, ...] = ()  # numbers of the direct pieces' allocations
     signal: Signal = _NO_SIGNAL
-    submitted: bool = False
+    export: Export | None = None  # the two messages, once they may be sent
+    second: Skeleton | Withdraw | Fail | None = None
     failed: bool = False  # its error was sent; the ack only gives back what it holds
     payload: bytes = b""
     host: SharedMemory | None = None
+
+    def messages(self) -> Iterator[Packet]:
+        """What the packer must hear of it, in order."""
+        if self.export is not None:
+            yield self.export, None
+            if self.second is not None:
+                yield self.second, self.host.fd if self.host and isinstance(self.second, Skeleton) else None
 
 
 class Exporter:
     """One worker's connection to its packer. Opening it probes the device with a real copy.
 
-    ``_lock`` guards ``_pending`` and ``broken``. See Note [Who does what in the worker].
+    The uplink's lock guards ``_pending``, ``_mapped``, ``_overflow_left`` and ``broken``.
+    See Note [Who does what in the worker].
     """
 
     def __init__(
@@ -93,39 +116,39 @@ class Exporter:
         self._mac_key = mac_key
         self._on_settled = on_settled
         self._on_handed_back = on_handed_back
-        self._lock = threading.Lock()
         self._pending: dict[str, Staged] = {}
-        self._outbox: collections.deque[tuple[Message, int | None]] = collections.deque()
-        self._flush_lock = threading.Lock()
+        self._mapped: dict[int, Packet] = {}  # what the packer imports, by number
         self._overflow_left = settings.overflow_max_bytes
         self._next_import = 1 << 32  # numbers of direct pieces' allocations, beside the arena's chunks
         self._unmapped = threading.Condition()
         self._closed_imports: set[int] = set()
         self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce)
-        self._channel, _ = transport.connect(
-            socket, key, "worker", session, device_uuid=device.uuid, timeout_s=settings.start_timeout_s
-        )
+
+        def connect(timeout_s: float) -> Channel:
+            return transport.connect(socket, key, "worker", session, device_uuid=device.uuid, timeout_s=timeout_s)[0]
+
+        channel = connect(settings.start_timeout_s)
+        self._uplink = Uplink(channel, connect, settings, self)
         try:
-            self._channel.send(protocol.MapTimeline(), device.timeline.fd)
-            self._probe(settings.start_timeout_s)
+            self._uplink.post(MapTimeline(device.timeline.generation), device.timeline.fd)
+            self._probe(channel, settings.start_timeout_s)
         except BaseException:
-            self._channel.close()
+            channel.close()
             self._arena.close()
             raise
-        self._ack_thread = threading.Thread(target=self._take_acks, name="packer-acks", daemon=True)
-        self._ack_thread.start()
+        self._uplink.start()
 
-    def _probe(self, timeout_s: float) -> None:
+    def _probe(self, channel: Channel, timeout_s: float) -> None:
         """Send a known pattern the whole way once. PackerUnavailable says what the packer could not do."""
         slots = self._arena.allocate([PROBE_BYTES])
         if slots is None:
             raise PackerUnavailable("the arena cannot be allocated: see the setting arena_max_bytes")
-        self._flush()
         pattern = torch.arange(PROBE_BYTES // 8, dtype=torch.int64).view(torch.uint8)
         slots[0].view.copy_(pattern)
         signal = self.device.signal()
-        self._channel.send(Probe(signal.value, _piece(slots[0]), signal.event))
-        answer = self._channel.receive(timeout_s)
+        self._uplink.post(Probe(signal.value, _piece(slots[0]), signal.event))
+        self._uplink.flush()
+        answer = channel.receive(timeout_s)
         self.device.retire(signal)
         self._arena.release(slots)
         if answer is None:
@@ -158,12 +181,12 @@ class Exporter:
             logger.warning("output %s finds no device memory to wait in: %s", output_id, error)
             self.release(staged)
             return None
-        with self._lock:
+        with self._uplink.lock:
             self._pending[output_id] = staged
         announced = self.device.next_signal() if staged.pieces else None
         if announced is not None:
             staged.signal = announced
-            self._send_soon(_export(staged))  # the packer gets ready while the copies below are submitted
+            self._start(staged)  # the packer gets ready while the copies below are submitted
         try:
             with torch.no_grad():
                 _fill(staged.views, staged.copies)
@@ -173,15 +196,22 @@ class Exporter:
             raise
         staged.copies = []
         if announced is None and (staged.pieces or not sizes):
-            self._send_soon(_export(staged))
+            self._start(staged)
         return staged
+
+    def _start(self, staged: Staged) -> None:
+        with self._uplink.lock:
+            staged.export = _export(staged)
+            self._uplink.post(staged.export)
 
     def _abandon(self, staged: Staged, announced: Signal | None) -> None:
         """The device failed while it was staging: nobody may wait for a signal that will not come."""
         if announced is not None:
             self.device.force(announced)
-            self._send_soon(Withdraw(staged.output_id))
-        self._forget(staged)
+        with self._uplink.lock:
+            if staged.export is not None:
+                self._uplink.post(Withdraw(staged.output_id))
+            self._forget(staged)
         self.release(staged)
 
     def _place(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
@@ -226,7 +256,7 @@ class Exporter:
         staged.imports = tuple(range(self._next_import, self._next_import + len(sizes)))
         self._next_import += len(sizes)
         for number, allocation in zip(staged.imports, allocations, strict=True):
-            self._send_soon(MapArena(number, allocation.nbytes, allocation.handle))
+            self._map(MapArena(number, allocation.nbytes, allocation.handle))
         staged.pieces = tuple(
             Piece(number, allocation.offset, size)
             for number, allocation, size in zip(staged.imports, allocations, sizes, strict=True)
@@ -234,7 +264,7 @@ class Exporter:
         return True
 
     def _take_overflow(self, nbytes: int) -> bool:
-        with self._lock:
+        with self._uplink.lock:
             if nbytes > self._overflow_left:
                 return False
             self._overflow_left -= nbytes
@@ -243,31 +273,33 @@ class Exporter:
     def give_back_arena(self, timeout_s: float) -> None:
         """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
         chunks = self._arena.take_idle()
-        for number in chunks:
-            self._send_soon(UnmapArena(number))
-        self._flush()
-        deadline = time.monotonic() + timeout_s
+        with self._uplink.lock:
+            connection = self._uplink.connections
+            for number in chunks:
+                del self._mapped[number]
+                self._uplink.post(UnmapArena(number))
+        self._uplink.flush()
+
+        def let_go() -> bool:  # the end of a connection is the end of its imports
+            ended = self._uplink.connections != connection or not self._uplink.connected
+            return ended or self._closed_imports >= chunks.keys()
+
         with self._unmapped:
-            let_go = self._unmapped.wait_for(
-                lambda: self.broken or self._closed_imports >= chunks.keys(), deadline - time.monotonic()
-            )
+            free = self._unmapped.wait_for(let_go, timeout_s)
             self._closed_imports -= chunks.keys()
-        if not let_go:
+        if not free:
             logger.error("the packer did not close its imports within %g s; %d chunks stay", timeout_s, len(chunks))
             return
         for chunk in chunks.values():
             self.device.free(chunk)
 
     def _announce(self, number: int, chunk: Chunk) -> None:
-        self._send_soon(MapArena(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
+        self._map(MapArena(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
 
-    def _send_soon(self, message: Message, fd: int | None = None) -> None:
-        """Send now if that does not block, else leave it to the export thread. Order is kept."""
-        try:
-            if self._outbox or not self._channel.try_send(message, fd):
-                self._outbox.append((message, fd))
-        except PeerClosed:
-            pass  # the ack thread sees it too, and hands everything back
+    def _map(self, message: MapArena, fd: int | None = None) -> None:
+        with self._uplink.lock:
+            self._mapped[message.arena] = message, fd
+            self._uplink.post(message, fd)
 
     # -- export thread -------------------------------------------------------------------------------------------------
 
@@ -277,17 +309,19 @@ class Exporter:
         Raises only what pickling the output raises; the output is withdrawn then. Before that ``salvage`` may take out of
         the output what cannot be pickled, and return True to have it tried once more.
         """
-        self._flush()
+        self._uplink.flush()
         try:
             host_bytes, tail = self._pickle(staged, salvage)
+            if staged.overflow_bytes and not self._stage_late(staged):
+                self._forget(staged)
+                self._hand_back(
+                    staged, f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)"
+                )
+                return
         except Exception:
             staged.failed = True
             self._send_second(staged, Withdraw(staged.output_id))
             raise
-        if staged.overflow_bytes and not self._stage_late(staged):
-            self._forget(staged)
-            self._hand_back(staged, f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)")
-            return
         payload = staged.payload
         mac = skeleton.mac(self._mac_key, staged.output_id, payload)
         self._send_second(staged, Skeleton(staged.output_id, b"" if tail else payload, mac, host_bytes, tail))
@@ -334,77 +368,84 @@ class Exporter:
         staged.slots, staged.views = slots, [slot.view for slot in slots]
         staged.pieces = tuple(map(_piece, slots))
         self._return_overflow(staged)
-        self._send(_export(staged))
+        self._start(staged)
         return True
 
     def _return_overflow(self, staged: Staged) -> None:
-        with self._lock:
+        with self._uplink.lock:
             self._overflow_left += staged.overflow_bytes
             staged.overflow_bytes = 0
 
     def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
-        with self._lock:
-            broken = self.broken
-            staged.submitted = True
-        if broken:
-            self._forget(staged)
+        with self._uplink.lock:
+            settled = staged.output_id not in self._pending  # it failed on the device meanwhile
+            broken, known = self.broken, staged.export is not None
+            if broken or not known:
+                self._forget(staged)
+            elif staged.second is None and not settled:
+                staged.second = message
+                self._uplink.post(*list(staged.messages())[1])
+        if settled:
+            self.release(staged)  # what pickling it added
+        elif broken:
             self._hand_back(staged, broken)
-        elif staged.overflow_bytes:
+        elif not known:
             self._settle(staged)  # withdrawn before the packer ever heard of it
         else:
-            self._send(message, staged.host.fd if staged.host and isinstance(message, Skeleton) else None)
+            self._uplink.flush()
 
-    def _send(self, message: Message, fd: int | None = None) -> None:
-        try:
-            self._channel.send(message, fd)
-        except PeerClosed:
-            pass  # the ack thread sees it too, and hands everything back
+    # -- the uplink's client: its thread hears of acks -----------------------------------------------------------------
 
-    def _flush(self) -> None:
-        """Send what found no room. An item leaves the outbox only when it is sent: what comes later queues behind it."""
-        with self._flush_lock:
-            while self._outbox:
-                message, fd = self._outbox[0]
-                self._send(message, fd)
-                self._outbox.popleft()
+    def take(self, message: Message) -> None:
+        if isinstance(message, protocol.Ack):
+            self._settle(self._forget_id(message.output))
+        elif isinstance(message, protocol.Nack):
+            staged = self._forget_id(message.output)
+            if staged is not None:
+                self._hand_back(staged, message.reason)
+        elif isinstance(message, protocol.Unmapped):
+            with self._unmapped:
+                self._closed_imports.add(message.arena)
+                self._unmapped.notify_all()
 
-    # -- ack thread ----------------------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """Say of every output that the device will never complete that it failed: nobody waits for a timeout."""
+        with self._uplink.lock:
+            waiting = [s for s in self._pending.values() if s.export is not None and not isinstance(s.second, Fail)]
+        waiting = [staged for staged in waiting if not self.device.reached(staged.signal.value)]
+        if not waiting or not (failure := self.device.failure()):
+            return
+        for staged in waiting:
+            error = f"the worker's device failed before output {staged.output_id} was complete: {failure}"
+            logger.error(error)
+            with self._uplink.lock:
+                staged.second, staged.failed = Fail(staged.output_id, error), True
+                self._uplink.post(staged.second)
 
-    def _take_acks(self) -> None:
-        self.device.bind_thread()
-        reason = "the packer is gone"
-        try:
-            while True:
-                received = self._channel.receive()
-                assert received is not None
-                message, fds = received
-                transport.close_fds(fds)
-                if isinstance(message, protocol.Ack):
-                    self._settle(self._forget_id(message.output))
-                elif isinstance(message, protocol.Nack):
-                    staged = self._forget_id(message.output)
-                    if staged is not None:
-                        self._hand_back(staged, message.reason)
-                elif isinstance(message, protocol.Unmapped):
-                    with self._unmapped:
-                        self._closed_imports.add(message.arena)
-                        self._unmapped.notify_all()
-                elif isinstance(message, protocol.Refused):
-                    reason = f"the packer refused this worker: {message.reason}"
-        except PackerError as error:
-            reason = f"{reason} ({error})"
-        with self._lock:
-            self.broken = reason
-            orphans = [staged for staged in self._pending.values() if staged.submitted]
-            for staged in orphans:
-                del self._pending[staged.output_id]
+    def suspend(self) -> None:
+        self.device.timeline.generation += 1
         with self._unmapped:
             self._unmapped.notify_all()
+
+    def resume(self) -> list[Packet]:
+        self.broken = ""
+        timeline = self.device.timeline
+        packets: list[Packet] = [(MapTimeline(timeline.generation), timeline.fd), *self._mapped.values()]
+        for staged in self._pending.values():
+            packets += staged.messages()
+        return packets
+
+    def give_up(self, reason: str) -> None:
+        with self._uplink.lock:
+            self.broken = reason
+            orphans = [staged for staged in self._pending.values() if staged.second is not None]
+            for staged in orphans:
+                self._forget(staged)
         for staged in orphans:
-            self._hand_back(staged, reason)
+            self._hand_back(staged, reason)  # what is not submitted yet is handed back when it is: see _send_second
 
     def _forget_id(self, output_id: str) -> Staged | None:
-        with self._lock:
+        with self._uplink.lock:
             return self._pending.pop(output_id, None)
 
     # -- either --------------------------------------------------------------------------------------------------------
@@ -439,6 +480,9 @@ class Exporter:
         """Give back slots, clones, host memory and event. Idempotent."""
         self._arena.release(staged.slots)
         staged.slots, staged.views, staged.output = [], [], None
+        with self._uplink.lock:
+            for number in staged.imports:
+                self._mapped.pop(number, None)
         self._return_overflow(staged)
         if staged.host is not None:
             staged.host.close()
@@ -449,9 +493,8 @@ class Exporter:
 
     def close(self) -> None:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
-        self._channel.finish()
-        self._ack_thread.join(timeout=5.0)
-        self._channel.close()
+        self.device.timeline.let_go()
+        self._uplink.finish(_FINISH_S)
         self._arena.close()
         self.device.close()
 

@@ -7,8 +7,6 @@ wait for 5 would then be met by a 6 that came first. So a stream that did not wr
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +15,9 @@ import torch
 
 from packer_service.devices import cuda
 from packer_service.devices.cuda import call, driver, handle_bytes
-from packer_service.devices.host import TIMELINE_BYTES
 from packer_service.errors import DeviceError
 from packer_service.memory import SharedMemory
+from packer_service.timeline import TimelinePage
 
 if driver is not None:
     _GEQ = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
@@ -53,9 +51,11 @@ class ExportDevice(Protocol):
 
     kind: str
     uuid: str
-    timeline: SharedMemory
+    timeline: TimelinePage
 
-    def bind_thread(self) -> None: ...
+    def bind_thread(self) -> None:
+        """Call once on every thread but the main one that uses the device."""
+        ...
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this device's memory."""
@@ -89,6 +89,10 @@ class ExportDevice(Protocol):
         """Whether the device has passed that signal, as the CPU sees it now."""
         ...
 
+    def failure(self) -> str:
+        """Why no signal will come any more; empty while the device works. On a thread that was bound."""
+        ...
+
     @contextmanager
     def after(self, value: int) -> Iterator[None]:
         """Run torch work behind ``value`` on a stream of its own, and wait for it at the end. Any thread but the main one."""
@@ -104,7 +108,7 @@ class HostExportDevice:
     uuid = "host"
 
     def __init__(self) -> None:
-        self.timeline = SharedMemory.create("packer-timeline", TIMELINE_BYTES)
+        self.timeline = TimelinePage.create()
         self._value = 0
         self._chunks: dict[int, SharedMemory] = {}  # by address
 
@@ -134,14 +138,16 @@ class HostExportDevice:
         return Signal(self._value)
 
     def force(self, signal: Signal) -> None:
-        self._value = signal.value
-        struct.pack_into("<Q", self.timeline.buffer, 0, self._value)
+        self._value = self.timeline.counter = signal.value
 
     def retire(self, signal: Signal) -> None:
         pass
 
     def reached(self, value: int) -> bool:
         return value <= self._value
+
+    def failure(self) -> str:
+        return ""
 
     @contextmanager
     def after(self, value: int) -> Iterator[None]:
@@ -178,22 +184,23 @@ class CudaExportDevice:
         torch.cuda.set_device(self.device)
         self._handle = call(driver.cuDeviceGet, index)
         self._context = call(driver.cuDevicePrimaryCtxRetain, self._handle)
-        self.bind_thread()
+        call(driver.cuCtxSetCurrent, self._context)
         self.uuid = cuda.device_uuid(self._handle)
-        self.timeline = SharedMemory.create("packer-timeline", TIMELINE_BYTES)
-        call(driver.cuMemHostRegister, self.timeline.address, TIMELINE_BYTES, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+        self.timeline = TimelinePage.create()
+        call(driver.cuMemHostRegister, self.timeline.address, self.timeline.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
         self._pointer = int(call(driver.cuMemHostGetDevicePointer, self.timeline.address, 0))
-        self._counter = ctypes.c_uint64.from_address(self.timeline.address)
         self._value = 0
         self._last_stream: int | None = None
         self._use_events = events
         self._idle_events: list[tuple[Any, bytes]] = []
         self._busy_events: dict[bytes, Any] = {}
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_stream = torch.cuda.Stream(self.device)
 
     def bind_thread(self) -> None:
         call(driver.cuCtxSetCurrent, self._context)
         torch.cuda.set_device(self.device)
+        # Else what this thread does would break a CUDA graph capture of the main thread, and fail.
+        call(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
@@ -220,7 +227,7 @@ class CudaExportDevice:
         return None if self._use_events else Signal(self._value + 1)
 
     def force(self, signal: Signal) -> None:
-        self._value = self._counter.value = signal.value
+        self._value = self.timeline.counter = signal.value
 
     def signal(self) -> Signal:
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -247,12 +254,13 @@ class CudaExportDevice:
             self._idle_events.append((self._busy_events.pop(signal.event), signal.event))
 
     def reached(self, value: int) -> bool:
-        return self._counter.value >= value
+        return self.timeline.counter >= value
+
+    def failure(self) -> str:
+        return cuda.context_failure(self._side_stream.cuda_stream)
 
     @contextmanager
     def after(self, value: int) -> Iterator[None]:
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self.device)
         call(driver.cuStreamWaitValue64, self._side_stream.cuda_stream, self._pointer, value, _GEQ)
         with torch.cuda.stream(self._side_stream):
             yield

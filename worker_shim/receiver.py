@@ -6,6 +6,7 @@ import collections
 import hmac
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from packer_service.errors import PackerError, PeerClosed
 from packer_service.protocol import OutputReady
 from packer_service.transport import Channel, close_fds
 from worker_shim import skeleton
+from worker_shim.heartbeat import Heartbeat
 from worker_shim.lease import LeaseBook, map_host_arrays
 from worker_shim.log import get_logger
 from worker_shim.skeleton import ArraySpec
@@ -54,11 +56,21 @@ class Received(NamedTuple):
 class Receiver:
     """One engine session's reader. One thread calls ``receive``; outputs hold their leases themselves (``leases``)."""
 
-    def __init__(self, channel: Channel, mac_key: bytes, delivered: Delivered) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        mac_key: bytes,
+        delivered: Delivered,
+        *,
+        hang_s: float = 10.0,
+        on_worker_gone: Callable[[], None] = lambda: None,
+    ) -> None:
         self.leases = LeaseBook(channel)
         self.broken = ""  # why nothing more will come
         self.packer_pid = channel.peer_pid
         self._channel = channel
+        self._heartbeat = Heartbeat(channel, hang_s)
+        self._on_worker_gone = on_worker_gone
         self._mac_key = mac_key
         self._delivered = delivered
 
@@ -67,7 +79,7 @@ class Receiver:
         deadline = time.monotonic() + timeout_s
         while not self.broken:
             try:
-                received = self._channel.receive(max(deadline - time.monotonic(), 0.0))
+                received = self._heartbeat.receive(max(deadline - time.monotonic(), 0.0))
                 if received is None:
                     return None
                 message, fds = received
@@ -85,8 +97,7 @@ class Receiver:
     def _break(self, error: PackerError) -> None:
         if not isinstance(error, PeerClosed):
             logger.error("the packer broke the protocol and is disconnected: %s", error)
-            self._channel.shutdown()
-        logger.warning("nothing more comes from the packer: %s", error)
+        self._channel.shutdown()
         self.broken = str(error)
 
     def _take(self, message: protocol.Message, fds: list[int]) -> Received | None:
@@ -96,6 +107,9 @@ class Receiver:
             return None
         if isinstance(message, protocol.SegmentGone):
             self.leases.forget_segment(message.segment)
+            return None
+        if isinstance(message, protocol.WorkerGone):
+            self._on_worker_gone()
             return None
         if isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)

@@ -6,24 +6,64 @@ thereby the reader of the engine's connection: one wake-up from the packer's sen
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
 from packer_service.transport import Channel
-from worker_shim.receiver import Delivered, Receiver
+from worker_shim.lease import LeaseBook
+from worker_shim.receiver import Delivered, Received, Receiver
 
 _QUIET_S = 0.05
 
 
-class PackerResultQueue(Receiver):
-    """One packer's queue. Only the pump thread may call ``dequeue``."""
+class PackerResultQueue:
+    """One packer's queue, across its restarts. Only the pump thread may call ``dequeue``; ``attach`` is the keeper's.
 
-    def __init__(self, channel: Channel, mac_key: bytes, delivered: Delivered) -> None:
-        super().__init__(channel, mac_key, delivered)
+    ``_changed`` guards the receiver of the present connection, None while there is none.
+    """
+
+    def __init__(
+        self, channel: Channel, mac_key: bytes, delivered: Delivered, hang_s: float, on_lost: Callable[[str], None]
+    ) -> None:
+        self.worker_gone = threading.Event()  # the packer is done with a worker that died
+        self._mac_key = mac_key
+        self._delivered = delivered
+        self._hang_s = hang_s
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._receiver: Receiver | None = None
+        self._closed = False
         self._quiet = True
+        self._patient = False
+        self.attach(channel)
+
+    def attach(self, channel: Channel) -> None:
+        """Read from ``channel`` from now on. Takes it over."""
+        receiver = Receiver(
+            channel, self._mac_key, self._delivered, hang_s=self._hang_s, on_worker_gone=self.worker_gone.set
+        )
+        with self._changed:
+            if not self._closed:
+                self._receiver = receiver
+                self._changed.notify_all()
+                return
+        receiver.close()
+
+    @property
+    def packer_pid(self) -> int | None:
+        """The process that serves now; None while none does."""
+        receiver = self._receiver
+        return receiver.packer_pid if receiver is not None else None
+
+    @property
+    def leases(self) -> LeaseBook | None:
+        """What the present connection has leased; None while there is none."""
+        receiver = self._receiver
+        return receiver.leases if receiver is not None else None
 
     def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
         """The next OUTPUT_READY. TimeoutError where none came in ``timeout`` seconds.
@@ -32,7 +72,7 @@ class PackerResultQueue(Receiver):
         lease, until the next one comes.
         """
         timeout = 3600.0 if timeout is None else timeout
-        received = self.receive(timeout if self._quiet else min(_QUIET_S, timeout))
+        received = self._receive(timeout if self._quiet else min(_QUIET_S, timeout))
         if received is not None:
             self._quiet = False
             return AsyncDiffusionOutput(
@@ -41,12 +81,42 @@ class PackerResultQueue(Receiver):
                 output=received.output,
                 error=received.error or None,
             )
-        if not self._quiet:
+        if not self._quiet or self._patient:
             self._quiet = True
             return AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY)
-        if self.broken:
-            time.sleep(timeout)  # nothing will come: do not spin
         raise TimeoutError
+
+    def _receive(self, timeout_s: float) -> Received | None:
+        with self._changed:
+            if self._receiver is None:
+                self._changed.wait(timeout_s)
+            receiver = self._receiver
+        if receiver is None:
+            return None
+        received = receiver.receive(timeout_s)
+        if receiver.broken:
+            with self._changed:
+                self._receiver = None
+            receiver.close()
+            self._on_lost(receiver.broken)
+        return received
+
+    def await_last_outputs(self, timeout_s: float) -> None:
+        """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""
+        self._patient = True  # the pump of a failed executor ends at the first TimeoutError
+        try:
+            if self._receiver is not None:
+                self.worker_gone.wait(timeout_s)
+        finally:
+            self._patient = False
+
+    def close(self) -> None:
+        """End the session; nothing more comes. Tensors that are out stay valid."""
+        with self._changed:
+            self._closed = True
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
 
 
 class OnceQueue:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,18 @@ _NOT_INHERITED = ("LD_PRELOAD",)
 
 @dataclass
 class ManagedPacker:
-    """One running packer process."""
+    """One packer: where it listens, and its process, which another replaces when it is started again."""
 
+    device: str
     socket: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None = None
 
 
 class Supervisor:
-    """The packers of one executor. ``start`` each, then ``stop`` all; both on the executor's own threads."""
+    """The packers of one executor: ``start`` each, ``restart`` those that died, ``stop`` all.
+
+    ``_lock`` guards the decision to start a process: after ``stop`` none is.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -46,54 +51,84 @@ class Supervisor:
         remove_stale(base)
         self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
         self.key = secrets.token_hex(32).encode()
-        key_file = self.directory / "key"
-        key_file.touch(mode=0o600)
-        key_file.write_bytes(self.key)
         self.packers: list[ManagedPacker] = []
+        self._lock = threading.Lock()
+        self._stopped = False
 
     def start(self, device: str) -> ManagedPacker:
         """Start a packer on ``device`` and wait until it is ready. PackerUnavailable carries the packer's own reason."""
-        socket = str(self.directory / f"{device.replace(':', '')}.sock")
-        given = {name: getattr(self._settings, name) for name in PACKER_SETTINGS}
-        given |= {"socket": socket, "key_file": str(self.directory / "key"), "device": device}
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        packer = ManagedPacker(device, str(self.directory / f"{device.replace(':', '')}.sock"))
+        self.packers.append(packer)
+        self._run(packer)
+        return packer
+
+    def restart(self, packer: ManagedPacker) -> None:
+        """The same for one that died or hangs; what is left of its process is killed first."""
+        if packer.process is not None:
+            packer.process.kill()
+            packer.process.wait()
+        self._run(packer)
+
+    def _run(self, packer: ManagedPacker) -> None:
         reader, writer = os.pipe()
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "packer_service", "serve", "--managed", f"--ready-fd={writer}", *options],
-                env={name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
-                pass_fds=[writer],
-                stdin=subprocess.DEVNULL,
-            )
-        except OSError as error:
+            with self._lock:
+                if self._stopped:
+                    raise PackerUnavailable("the executor is shutting down")
+                process = packer.process = self._spawn(packer, writer)
+        except BaseException:
             os.close(reader)
-            raise PackerUnavailable(f"a packer process cannot be started: {error}") from error
+            raise
         finally:
             os.close(writer)
-        packer = ManagedPacker(socket, process)
-        self.packers.append(packer)
         with os.fdopen(reader, "rb") as pipe:
             if not select.select([pipe], [], [], self._settings.start_timeout_s)[0]:
                 raise PackerUnavailable(
-                    f"the packer on {device} was not ready within start_timeout_s = {self._settings.start_timeout_s:g}"
+                    f"the packer on {packer.device} was not ready within"
+                    f" start_timeout_s = {self._settings.start_timeout_s:g}"
                 )
             line = pipe.readline()
         report = json.loads(line) if line else {"error": f"it died with exit code {process.wait()}"}
         if "error" in report:
-            raise PackerUnavailable(f"the packer on {device} did not start: {report['error']}")
-        return packer
+            raise PackerUnavailable(f"the packer on {packer.device} did not start: {report['error']}")
+
+    def _spawn(self, packer: ManagedPacker, ready_fd: int) -> subprocess.Popen[bytes]:
+        key_file = self._write_key()
+        given = {name: getattr(self._settings, name) for name in PACKER_SETTINGS}
+        given |= {"socket": packer.socket, "key_file": str(key_file), "device": packer.device}
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "packer_service", "serve", "--managed", f"--ready-fd={ready_fd}", *options],
+                env={name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+                pass_fds=[ready_fd],
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise PackerUnavailable(f"a packer process cannot be started: {error}") from error
+
+    def _write_key(self) -> Path:
+        """Every packer that ends removes it, with the directory if that is empty then."""
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        key_file = self.directory / "key"
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(self.key)
+        return key_file
 
     def stop(self) -> None:
-        """End every packer, politely at first, and remove the directory. Idempotent."""
-        for packer in self.packers:
-            packer.process.terminate()
-        for packer in self.packers:
+        """End every packer, politely at first, and remove the directory. Idempotent; a start under way fails."""
+        with self._lock:
+            self._stopped = True
+        processes = [packer.process for packer in self.packers if packer.process is not None]
+        for process in processes:
+            process.terminate()
+        for process in processes:
             try:
-                packer.process.wait(_STOP_GRACE_S)
+                process.wait(_STOP_GRACE_S)
             except subprocess.TimeoutExpired:
-                logger.error("packer %d did not stop within %g s and is killed", packer.process.pid, _STOP_GRACE_S)
-                packer.process.kill()
-                packer.process.wait()
+                logger.error("packer %d did not stop within %g s and is killed", process.pid, _STOP_GRACE_S)
+                process.kill()
+                process.wait()
         self.packers.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
 

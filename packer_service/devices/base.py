@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from packer_service.memory import SharedMemory
+from packer_service.timeline import TimelinePage
 
 
 class Arena(Protocol):
@@ -19,15 +19,9 @@ class Arena(Protocol):
 
 
 class Timeline(Protocol):
-    """The worker's counter page, mapped here. The page outlives either process as long as the other maps it."""
+    """A worker's timeline page that this device's streams can wait for. It owns the page."""
 
-    def value(self) -> int:
-        """What the worker's device has written so far, read by the CPU."""
-        ...
-
-    def force(self, value: int) -> None:
-        """Write ``value`` in the worker's stead, to release a wait it can no longer meet."""
-        ...
+    page: TimelinePage
 
     def close(self) -> None: ...
 
@@ -79,10 +73,14 @@ class Device(Protocol):
         """Import a worker's chunk and check that it really holds ``nbytes``. Takes the descriptors out of ``fds`` it keeps."""
         ...
 
-    def open_timeline(self, page: SharedMemory) -> Timeline:
-        """Take over a mapped counter page."""
+    def open_timeline(self, page: TimelinePage) -> Timeline:
+        """Take over a worker's page, also when it raises."""
         ...
 
     def open_stream(self) -> Stream: ...
+
+    def failure(self) -> str:
+        """Why no call to this device will work any more; empty while it does."""
+        ...
 
     def close(self) -> None: ...

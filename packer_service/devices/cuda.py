@@ -23,7 +23,7 @@ from typing import Any
 from packer_service import affinity
 from packer_service.devices.base import Arena, Timeline
 from packer_service.errors import DeviceError
-from packer_service.memory import SharedMemory
+from packer_service.timeline import TimelinePage
 
 REGISTER_BYTES = 64 << 20  # one registration; larger ones delay copies that run beside them
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -48,6 +48,15 @@ def call(function: Any, *arguments: Any) -> Any:
     if status:
         raise DeviceError(f"{function.__name__} answered {status.name} ({int(status)})")
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def context_failure(stream: int = 0) -> str:
+    """The driver's name for what broke this thread's context; empty while it works.
+
+    What a kernel or a copy died of is sticky: from then on every call answers it, the query of a stream too.
+    """
+    (status,) = driver.cuStreamQuery(stream)
+    return "" if status in (driver.CUresult.CUDA_SUCCESS, _NOT_READY) else str(status.name)
 
 
 def handle_bytes(handle: Any) -> bytes:
@@ -95,8 +104,8 @@ class CudaArena:
 class CudaTimeline:
     """A counter in a page that both processes have registered: the worker's stream writes it, ours waits for it."""
 
-    def __init__(self, page: SharedMemory) -> None:
-        self._page = page
+    def __init__(self, page: TimelinePage) -> None:
+        self.page = page
         try:
             call(driver.cuMemHostRegister, page.address, page.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
             self.pointer = int(call(driver.cuMemHostGetDevicePointer, page.address, 0))
@@ -104,15 +113,9 @@ class CudaTimeline:
             page.close()
             raise
 
-    def value(self) -> int:
-        return int.from_bytes(self._page.buffer[:8], "little")
-
-    def force(self, value: int) -> None:
-        self._page.buffer[:8] = value.to_bytes(8, "little")
-
     def close(self) -> None:
-        call(driver.cuMemHostUnregister, self._page.address)
-        self._page.close()
+        call(driver.cuMemHostUnregister, self.page.address)
+        self.page.close()
 
 
 class CudaMarker:
@@ -271,11 +274,14 @@ class CudaDevice:
     def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> CudaArena:
         return CudaArena(handle, nbytes)
 
-    def open_timeline(self, page: SharedMemory) -> CudaTimeline:
+    def open_timeline(self, page: TimelinePage) -> CudaTimeline:
         return CudaTimeline(page)
 
     def open_stream(self) -> CudaStream:
         return CudaStream(self)
+
+    def failure(self) -> str:
+        return context_failure()
 
     def close(self) -> None:
         call(driver.cuDevicePrimaryCtxRelease, self._device)

@@ -7,16 +7,14 @@ path and is not meant for production.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Callable
 
 from packer_service.devices.base import Arena, Timeline
 from packer_service.errors import DeviceError, ProtocolError
 from packer_service.memory import SharedMemory
+from packer_service.timeline import TimelinePage
 
-TIMELINE_BYTES = 4096
-_COUNTER = struct.Struct("<Q")
 _POLL_S = 0.0005
 
 
@@ -33,25 +31,19 @@ class HostArena:
 
 
 class HostTimeline:
-    """A counter in a shared page, read and written by CPUs only."""
+    """A counter that CPUs alone read and write."""
 
-    def __init__(self, page: SharedMemory) -> None:
-        self._page = page
+    def __init__(self, page: TimelinePage) -> None:
+        self.page = page
         self._closed = threading.Event()
 
-    def value(self) -> int:
-        return int(_COUNTER.unpack_from(self._page.buffer)[0])
-
-    def force(self, value: int) -> None:
-        _COUNTER.pack_into(self._page.buffer, 0, value)
-
     def wait(self, value: int) -> None:
-        while self.value() < value and not self._closed.wait(_POLL_S):
+        while self.page.counter < value and not self._closed.wait(_POLL_S):
             pass
 
     def close(self) -> None:
         self._closed.set()
-        self._page.close()
+        self.page.close()
 
 
 class HostMarker:
@@ -113,11 +105,14 @@ class HostDevice:
             raise ProtocolError("a host arena came without its memfd")
         return HostArena(SharedMemory.attach(fds.pop(), nbytes))
 
-    def open_timeline(self, page: SharedMemory) -> HostTimeline:
+    def open_timeline(self, page: TimelinePage) -> HostTimeline:
         return HostTimeline(page)
 
     def open_stream(self) -> HostStream:
         return HostStream()
+
+    def failure(self) -> str:
+        return ""
 
     def close(self) -> None:
         pass

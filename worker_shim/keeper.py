@@ -1,0 +1,103 @@
+"""One packer as its executor sees it, across restarts: connected to when made, brought back when lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from packer_service import transport
+from packer_service.config import Settings
+from packer_service.errors import PackerError
+from packer_service.protocol import Welcome
+from packer_service.transport import Channel
+from worker_shim.log import get_logger
+from worker_shim.receiver import Delivered
+from worker_shim.restarts import RestartBudget
+from worker_shim.result_queue import PackerResultQueue
+
+logger = get_logger(__name__)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+class PackerKeeper:
+    """Owns the connection of one engine session to one packer, and the queue that reads it.
+
+    ``restart`` starts a managed packer again; None where somebody else does. One thread, which sleeps until the queue says
+    that its connection ended. Making one raises PackerError where the packer cannot be reached.
+    """
+
+    def __init__(
+        self,
+        socket: str,
+        key: bytes,
+        session: str,
+        mac_key: bytes,
+        delivered: Delivered,
+        settings: Settings,
+        restart: Callable[[], None] | None,
+    ) -> None:
+        self.socket = socket
+        self.welcome: Welcome
+        self._key = key
+        self._session = session
+        self._settings = settings
+        self._restart = restart
+        self._budget = RestartBudget(settings)
+        self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # why each connection ended
+        self._closing = threading.Event()
+        channel = self._connect(settings.start_timeout_s)
+        self.queue = PackerResultQueue(channel, mac_key, delivered, settings.hang_s, self._ends.put)
+        self._thread = threading.Thread(target=self._keep, name="packer-keeper", daemon=True)
+        self._thread.start()
+
+    def _connect(self, timeout_s: float) -> Channel:
+        channel, self.welcome = transport.connect(self.socket, self._key, "engine", self._session, timeout_s=timeout_s)
+        return channel
+
+    def _keep(self) -> None:
+        while (reason := self._ends.get()) and not self._closing.is_set():
+            self._bring_back(reason)
+
+    def _bring_back(self, reason: str) -> None:
+        """Until a connection is made, or this side closes."""
+        logger.warning("the packer at %s is gone: %s", self.socket, reason)
+        limit = time.monotonic() + self._settings.restart_wait_s
+        pause_s, patient, given_up = 0.0, self._budget.spend(), False
+        while True:
+            if not given_up and (not patient or time.monotonic() > limit):
+                given_up = True
+                logger.error(
+                    "the packer at %s does not come back: %s. It is tried again every retry_s = %g s, and meanwhile outputs"
+                    " take vllm-omni's own path (settings max_restarts, restart_window_s, restart_wait_s)",
+                    self.socket,
+                    reason,
+                    self._settings.retry_s,
+                )
+            if self._closing.wait(self._settings.retry_s if given_up else pause_s):
+                return
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            try:
+                if self._restart is not None:
+                    self._restart()
+                channel = self._connect(self._settings.handshake_timeout_s)
+            except (PackerError, OSError) as error:
+                reason = str(error)
+                patient = patient and (self._restart is None or self._budget.spend())
+                continue
+            logger.info("the packer at %s is back: packer %d", self.socket, self.welcome.pid)
+            self.queue.attach(channel)
+            return
+
+    def stop(self) -> None:
+        """Bring nothing back any more. The connection stays: see ``close``."""
+        self._closing.set()
+
+    def close(self) -> None:
+        """End the session. Tensors that are out stay valid. Call ``stop`` first, and end a packer being started."""
+        self._ends.put("")
+        self._thread.join(timeout=self._settings.handshake_timeout_s + 1.0)
+        self.queue.close()

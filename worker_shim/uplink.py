@@ -1,0 +1,198 @@
+"""The worker's connection to its packer, across that packer's restarts.
+
+Note [What a restart means to the worker]
+Whatever was not acknowledged is still in its slots. So when a connection ends, nothing more is sent on it and its generation
+ends with it (see packer_service.timeline); on the next one everything unacknowledged is exported again, and the engine drops
+what it already had. Outputs wait ``restart_wait_s`` for that. Then they are handed back, and no new ones are taken, until a
+connection is made after all. A packer that goes away more often than ``max_restarts`` allows is not waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from packer_service import protocol
+from packer_service.config import Settings
+from packer_service.errors import PackerError, PeerClosed
+from packer_service.protocol import Message
+from packer_service.transport import Channel, close_fds
+from worker_shim.heartbeat import Heartbeat
+from worker_shim.log import get_logger
+from worker_shim.restarts import RestartBudget
+
+logger = get_logger(__name__)
+
+Packet = tuple[Message, int | None]
+_LOOK_S = 0.5
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+
+
+class Client(Protocol):
+    """Who has something to send. ``resume`` and ``suspend`` are called under the uplink's lock, the others without it."""
+
+    def resume(self) -> Iterable[Packet]:
+        """A connection was made: everything its packer must be told before anything new."""
+        ...
+
+    def suspend(self) -> None:
+        """The connection ended; another is tried."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """None was made in time: whatever waits should go another way."""
+        ...
+
+    def take(self, message: Message) -> None:
+        """The packer says this."""
+        ...
+
+    def look(self) -> None:
+        """Called now and then while the packer says nothing."""
+        ...
+
+
+class Uplink:
+    """``post`` on any thread, which never waits; ``flush`` on those that may. One thread receives and reconnects.
+
+    ``lock`` guards the connection, the outbox and whatever of the client's depends on them. It is held for microseconds.
+    """
+
+    def __init__(
+        self, channel: Channel, connect: Callable[[float], Channel], settings: Settings, client: Client
+    ) -> None:
+        self.lock = threading.RLock()
+        self.connections = 1  # made so far
+        self._channel: Channel | None = channel
+        self._connect = connect
+        self._settings = settings
+        self._client = client
+        self._budget = RestartBudget(settings)
+        self._outbox: collections.deque[Packet] = collections.deque()
+        self._flushing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(channel,), name="packer-acks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    def post(self, message: Message, fd: int | None = None) -> None:
+        """Send now if that does not block, else leave it to the next ``flush``. Order is kept.
+
+        With no connection it is forgotten: ``Client.resume`` will know.
+        """
+        with self.lock:
+            if self._channel is None:
+                return
+            try:
+                if self._outbox or not self._channel.try_send(message, fd):
+                    self._outbox.append((message, fd))
+            except PeerClosed:
+                pass  # the receiving thread sees it too
+
+    def flush(self) -> None:
+        """Send what found no room. A packet leaves the outbox only when it is sent: what comes later queues behind it."""
+        with self._flushing:
+            while True:
+                with self.lock:
+                    if not self._outbox or self._channel is None:
+                        return
+                    channel, (message, fd) = self._channel, self._outbox[0]
+                try:
+                    channel.send(message, fd)
+                except PeerClosed:
+                    return
+                with self.lock:
+                    if self._channel is channel:
+                        self._outbox.popleft()
+
+    def finish(self, timeout_s: float) -> None:
+        """Leave for good: say that nothing more comes, and wait until the packer has hung up, having given back everything."""
+        self._closing.set()
+        with self.lock:
+            if self._channel is not None:
+                self._channel.finish()
+        self._thread.join(timeout_s)
+        with self.lock:
+            if self._channel is not None:
+                self._channel.shutdown()
+        self._thread.join(timeout_s)
+
+    # -- the receiving thread ------------------------------------------------------------------------------------------
+
+    def _run(self, channel: Channel | None) -> None:
+        while channel is not None:
+            reason = self._receive(channel)
+            with self.lock:
+                channel.shutdown()
+                self._channel = None
+                self._outbox.clear()
+                self._client.suspend()
+            channel.close()
+            channel = self._reconnect(reason)
+
+    def _receive(self, channel: Channel) -> str:
+        """Until the connection ends; why it did."""
+        heartbeat = Heartbeat(channel, self._settings.hang_s)
+        refused = ""
+        try:
+            while True:
+                received = heartbeat.receive(_LOOK_S)
+                if received is None:
+                    self._client.look()
+                    continue
+                message, fds = received
+                close_fds(fds)
+                if isinstance(message, protocol.Refused):
+                    refused = f"the packer refused this worker: {message.reason}"
+                else:
+                    self._client.take(message)
+        except PackerError as error:
+            return refused or str(error)
+
+    def _reconnect(self, reason: str) -> Channel | None:
+        """The next connection, however long it takes; None where this side is closing."""
+        limit = time.monotonic() + (self._settings.restart_wait_s if self._budget.spend() else 0.0)
+        pause_s, given_up = _FIRST_PAUSE_S, False
+        if not self._closing.is_set():
+            logger.warning("the packer is gone (%s); outputs wait for it to come back", reason)
+        while not self._closing.is_set():
+            left = limit - time.monotonic()
+            if left <= 0 and not given_up:
+                given_up = True
+                logger.error(
+                    "outputs take vllm-omni's own path: the packer is gone (%s); it is tried again every retry_s = %g s"
+                    " (settings restart_wait_s, max_restarts)",
+                    reason,
+                    self._settings.retry_s,
+                )
+                self._client.give_up(reason)
+            if self._closing.wait(self._settings.retry_s if given_up else min(pause_s, left)):
+                break
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                timeout_s = self._settings.handshake_timeout_s
+                channel = self._connect(timeout_s if given_up else min(timeout_s, max(left, 0.1)))
+            except (PackerError, OSError) as error:
+                reason = str(error)
+                continue
+            self._resume(channel)
+            return channel
+        return None
+
+    def _resume(self, channel: Channel) -> None:
+        with self.lock:
+            self.connections += 1
+            self._channel = channel
+            self._outbox.extend(self._client.resume())
+            waiting = len(self._outbox)
+        logger.info("the packer is back: outputs go through it again (%d messages are sent again)", waiting)
+        self.flush()
