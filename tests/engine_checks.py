@@ -111,7 +111,8 @@ def packer_pid(running: RunningEngine) -> int:
 
 
 def leases(running: RunningEngine) -> Any:
-    (queue,) = running.executor._packer_queues
+    (keeper,) = running.executor._keepers
+    queue = keeper.queue
     return queue.leases
 
 

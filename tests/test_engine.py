@@ -171,7 +171,8 @@ def ready_held_until(running: RunningEngine, condition: Callable[[str], bool]) -
 
     The pump waits in the queue already: the first output still comes the old way.
     """
-    (queue,) = running.executor._packer_queues
+    (keeper,) = running.executor._keepers
+    queue = keeper.queue
     dequeue, passed, over = queue.dequeue, [], threading.Event()
 
     def gated(*args: Any, **kwargs: Any) -> Any:

@@ -200,7 +200,7 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     residue = Residue()
     settings = no_packer(why, sidecar, tmp_path, monkeypatch)
     executor = object.__new__(PackerDiffusionExecutor)
-    executor._packer_queues, executor._supervisor, executor._delivered = [], None, Delivered()
+    executor._keepers, executor._supervisor, executor._delivered = [], None, Delivered()
     with warnings_logged() as warnings:
         handoff = executor._open_packers(Settings.load(settings))
     assert len(warnings) == 1

@@ -616,7 +616,7 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
     }
     with running_packer(tmp_path / "run") as packer:
         engine = EngineSide(packer)
-        side = WorkerSide(packer, engine.session)
+        side = WorkerSide(packer, engine.session, restart_wait_s=0.0)
         packer.signal(signal.SIGSTOP)
         for name, output in expected.items():
             side.send(output, name)
@@ -641,10 +641,10 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
 
 
 def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
-    side = WorkerSide(packer, engine.session)
+    side = WorkerSide(packer, engine.session, max_restarts=0)
     with contextlib.closing(side.exporter):
         staged = side.exporter.stage([torch.ones(FLOATS)], "pending")
-        side.exporter._channel.send(Release((1,)))  # not a worker's to send
+        side.exporter._uplink.post(Release((1,)))  # not a worker's to send
         wait_until(lambda: side.exporter.broken, "the exporter hears of it")
         assert "no message allowed here" in side.exporter.broken
         side.exporter.submit(staged)
@@ -752,7 +752,7 @@ def result_queue(packer):
     from worker_shim.result_queue import PackerResultQueue
 
     session = secrets.token_hex(8)
-    queue = PackerResultQueue(packer.connect("engine", session), MAC_KEY, Delivered())
+    queue = PackerResultQueue(packer.connect("engine", session), MAC_KEY, Delivered(), DEADLINE_S, lambda reason: None)
     side = WorkerSide(packer, session)
     with contextlib.closing(queue), contextlib.closing(side.exporter):
         yield queue, side
@@ -814,7 +814,9 @@ def test_the_result_queue_of_a_dead_packer_times_out_and_does_not_spin(tmp_path)
     from worker_shim.result_queue import PackerResultQueue
 
     with running_packer(tmp_path / "run") as packer:
-        queue = PackerResultQueue(packer.connect("engine", "session-1"), MAC_KEY, Delivered())
+        queue = PackerResultQueue(
+            packer.connect("engine", "session-1"), MAC_KEY, Delivered(), DEADLINE_S, lambda reason: None
+        )
         packer.process.kill()
         packer.wait()
         before = time.process_time()

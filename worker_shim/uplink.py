@@ -162,14 +162,15 @@ class Uplink:
         """The next connection, however long it takes; None where this side is closing."""
         limit = time.monotonic() + (self._settings.restart_wait_s if self._budget.spend() else 0.0)
         pause_s, given_up = _FIRST_PAUSE_S, False
+        reason = f"the packer is gone ({reason})"
         if not self._closing.is_set():
-            logger.warning("the packer is gone (%s); outputs wait for it to come back", reason)
+            logger.warning("%s; outputs wait for it to come back", reason)
         while not self._closing.is_set():
             left = limit - time.monotonic()
             if left <= 0 and not given_up:
                 given_up = True
                 logger.error(
-                    "outputs take vllm-omni's own path: the packer is gone (%s); it is tried again every retry_s = %g s"
+                    "outputs take vllm-omni's own path: %s; it is tried again every retry_s = %g s"
                     " (settings restart_wait_s, max_restarts)",
                     reason,
                     self._settings.retry_s,
@@ -182,7 +183,7 @@ class Uplink:
                 timeout_s = self._settings.handshake_timeout_s
                 channel = self._connect(timeout_s if given_up else min(timeout_s, max(left, 0.1)))
             except (PackerError, OSError) as error:
-                reason = str(error)
+                reason = f"the packer is gone and does not come back ({error})"
                 continue
             self._resume(channel)
             return channel
