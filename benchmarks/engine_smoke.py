@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from benchmarks import machine
+from worker_shim.demo.figures import percentile
 
 PACKER = "worker_shim.PackerDiffusionExecutor"
 IMAGE = {"height": 1024, "width": 1024}
@@ -57,8 +58,8 @@ def compare(
             "nbytes": nbytes,
             "dtype": dtype,
             "samples": len(samples),
-            "wait_p50_ms": round(machine.percentile(samples, 50), 3),
-            "wait_p95_ms": round(machine.percentile(samples, 95), 3),
+            "wait_p50_ms": round(percentile(samples, 50), 3),
+            "wait_p95_ms": round(percentile(samples, 95), 3),
             "wait_max_ms": round(max(samples), 3),
             "mismatches": mismatches,
         }

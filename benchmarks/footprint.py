@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.harness import MIB, arguments, device, is_quick, say, table
+from worker_shim.demo.figures import percentile
 
 SECONDS = 30.0
 _WAITING_S = 6.0
@@ -137,7 +138,7 @@ def _packer(plan: Plan) -> dict[str, Any]:
         "impl": "packer",
         "rss_mb": round((found.rss_bytes - found.shmem_bytes) / 1e6, 1),
         "gpu_mb": gpu_mib,
-        "ready_s": round(machine.percentile(ready_s, 50), 3),
+        "ready_s": round(percentile(ready_s, 50), 3),
         "idle_cpu_percent": round(idle, 4),
         "waiting_cpu_percent": round(waiting, 4),
         "threads": found.threads,

@@ -33,6 +33,7 @@ from benchmarks.harness import (
     settings_in_force,
     table,
 )
+from worker_shim.demo.figures import percentile
 
 SECONDS = 180.0
 BARE = "bare_copy"
@@ -191,7 +192,7 @@ def _rows(case: Case, measured: dict[str, Samples]) -> Measured:
     for impl, samples in measured.items():
         row = {"impl": impl, **common, "in_flight": case.in_flight, "samples": len(samples.handoffs)}
         for percent in (50, 95, 99):
-            row[f"p{percent}_ms"] = milliseconds(machine.percentile(samples.handoffs, percent))
+            row[f"p{percent}_ms"] = milliseconds(percentile(samples.handoffs, percent))
         row["max_ms"] = milliseconds(max(samples.handoffs))
         row["outputs_per_s"] = round(rates[impl], 2)
         if case.in_flight > 1:
@@ -202,7 +203,7 @@ def _rows(case: Case, measured: dict[str, Samples]) -> Measured:
         if samples.costs:
             row = {"impl": impl, **common, "samples": len(samples.costs)}
             for percent in (50, 99):
-                row[f"p{percent}_us"] = round(machine.percentile(samples.costs, percent) * 1e6, 1)
+                row[f"p{percent}_us"] = round(percentile(samples.costs, percent) * 1e6, 1)
             worker_cost.append(row | trimmed)
     return Measured(handoff, worker_cost)
 

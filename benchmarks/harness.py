@@ -16,9 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from benchmarks import machine
+
+if TYPE_CHECKING:
+    from worker_shim.demo.timing import Arrivals
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -30,7 +33,6 @@ ON_GPU_SETTINGS = {
 }  # eight outputs of 573 MB, and those being read
 REQUEST_TIMEOUT_S = 120.0
 
-UNCLAIMED = "unclaimed"  # the stamp of an output that no request waits for
 ALONE, BESIDE = 0.0, 1.0  # kinds of a forward's sample, as benchmarks.pipelines sends them
 
 NO_MP = "mp is left out: without an accelerator vllm-omni's own output thread dies and its requests hang."
@@ -56,46 +58,6 @@ class Budget:
         share = max(self._end - now, 0.0) / max(self._parts, 1)
         self._parts -= 1
         return now + share
-
-
-class Arrival(NamedTuple):
-    """One output in the engine's hands; all in seconds, ``at`` of CLOCK_MONOTONIC."""
-
-    at: float
-    handoff_s: float
-    previous_cost_s: float
-
-
-class Arrivals:
-    """Reads the stamps of ``worker_shim.demo.timing`` at the moment the executor has an output in hand.
-
-    Outputs stamped UNCLAIMED end here. One lock; ``take`` on any thread.
-    """
-
-    def __init__(self, executor: Any) -> None:
-        from worker_shim.demo.timing import ENTERED, PREVIOUS_COST
-
-        self._lock = threading.Lock()
-        self._arrivals: list[Arrival] = []
-        finish = executor._finish_output
-
-        def arrived(async_output_id: str, result: Any, exc: BaseException | None) -> None:
-            at = time.perf_counter()
-            stamps = getattr(result, "stage_durations", None) or {}
-            if UNCLAIMED in stamps:
-                return
-            if ENTERED in stamps:
-                with self._lock:
-                    self._arrivals.append(Arrival(at, at - stamps[ENTERED], stamps[PREVIOUS_COST]))
-            finish(async_output_id, result, exc)
-
-        executor._finish_output = arrived
-
-    def take(self) -> list[Arrival]:
-        """Those since the last call."""
-        with self._lock:
-            taken, self._arrivals = self._arrivals, []
-        return taken
 
 
 @dataclass
@@ -143,6 +105,7 @@ def open_sides() -> Iterator[list[Side]]:
     import torch
 
     from worker_shim.demo.engine import engine
+    from worker_shim.demo.timing import Arrivals
 
     backends = {"packer": PACKER, "mp": "mp"} if machine.gpus() else {"packer": PACKER}
     with contextlib.ExitStack() as stack:

@@ -33,6 +33,7 @@ from benchmarks.harness import (
     settings_in_force,
     table,
 )
+from worker_shim.demo.figures import percentile
 
 SECONDS = 180.0
 VIDEO_BYTES = 768 * 768 * 81 * 3 * 4  # 573 MB (10^6)
@@ -111,8 +112,8 @@ def _rows(cell: Cell, plan: Plan, measured: dict[str, dict[float, list[float]]])
 
 
 def _row(cell: Cell, impl: str, samples: list[float], alone: list[float], planned: int) -> dict[str, Any]:
-    p50, p95 = machine.percentile(samples, 50), machine.percentile(samples, 95)
-    alone_p50, alone_p95 = machine.percentile(alone, 50), machine.percentile(alone, 95)
+    p50, p95 = percentile(samples, 50), percentile(samples, 95)
+    alone_p50, alone_p95 = percentile(alone, 50), percentile(alone, 95)
     row = {
         "forward": cell.forward,
         "impl": impl,

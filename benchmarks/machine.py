@@ -6,7 +6,6 @@ import datetime
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -75,12 +74,6 @@ def result(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str,
         **more,
         "rows": rows,
     }
-
-
-def percentile(samples: list[float], percent: float) -> float:
-    """The nearest-rank percentile: always a value that was measured."""
-    ordered = sorted(samples)
-    return ordered[max(math.ceil(percent * len(ordered) / 100), 1) - 1]
 
 
 def write(path: str | None, value: dict[str, Any]) -> None:

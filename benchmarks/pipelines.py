@@ -15,7 +15,7 @@ inside the timed forward. So the time counts all that the forward pays for that 
 staging copy on the forward's stream, whatever other threads of the worker do meanwhile, and what the copy takes from the
 device. Forwards follow one another until the worker is rid of the output; each that began before then is a sample.
 The time ends when the current stream has finished. Between pairs the worker is idle.
-The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``harness.Arrivals`` drops them.
+The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``timing.Arrivals`` drops them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker import diffusion_worker
 
-from benchmarks.harness import ALONE, BESIDE, UNCLAIMED
+from benchmarks.harness import ALONE, BESIDE
 from worker_shim.demo.content import content
-from worker_shim.demo.timing import TimedPipeline
+from worker_shim.demo.timing import UNCLAIMED, TimedPipeline
 
 _DRAIN_TIMEOUT_S = 60.0
 _MAX_BESIDE = 200  # forwards beside one output: a worker that never gets rid of it ends the pair

@@ -62,6 +62,7 @@ class Hello(Message, frozen=True):
     nonce: Nonce
     proof: Digest
     device_uuid: Text = ""
+    pid: Number = 0  # as the peer sees it
 
 
 class Welcome(Message, frozen=True):

@@ -211,6 +211,12 @@ class Server:
                 f"the worker runs on {hello.device_uuid} and this packer on {self.device.uuid}:"
                 " give every GPU its own packer, and the settings all their sockets"
             )
+        if hello.role == "worker" and self.device.kind == "cuda" and hello.pid == os.getpid():
+            raise HandshakeError(
+                f"the worker and this packer both have pid {hello.pid}, each in a pid namespace of its own, and CUDA takes them"
+                " for one process: share the pid namespace (docker run --pid, Kubernetes shareProcessNamespace), or start"
+                " one of them under an init process"
+            )
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
 
     def _new_pool(self) -> Pool:

@@ -237,7 +237,7 @@ def connect(
             )
         nonce = os.urandom(32)
         proof = protocol.client_proof(key, challenge, role, session, nonce)
-        channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid))  # type: ignore[arg-type]
+        channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid, os.getpid()))  # type: ignore[arg-type]
         _set_timeout(sock, max(deadline - time.monotonic(), 0.001))
         answer = _expect(channel, Welcome, Refused)
         if isinstance(answer, Refused):

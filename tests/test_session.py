@@ -37,6 +37,7 @@ from packer_process import (
 )
 
 from packer_service import protocol, transport
+from packer_service.config import Settings
 from packer_service.errors import HandshakeError, PackerError, PackerUnavailable, PeerClosed
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.protocol import (
@@ -58,6 +59,7 @@ from packer_service.protocol import (
     Unmapped,
     Withdraw,
 )
+from packer_service.server import Server
 
 POOL = 2 * MIB
 
@@ -661,6 +663,18 @@ def test_a_ping_is_answered_to_either_peer_also_while_a_copy_waits(pair):
     assert worker.answer() == Pong()
     engine.channel.send(Ping())
     wait_until(lambda: engine.poll() or engine.pongs == 1, "the engine is answered")
+
+
+def test_a_worker_of_the_same_pid_in_another_namespace_is_told_why_cuda_would_refuse_it(tmp_path, monkeypatch):
+    """In process and with the host device called cuda: two containers with a GPU are not to be had here."""
+    settings = Settings.load({"device": "host", "socket": str(tmp_path / "packer.sock"), "pool_bytes": "2MiB"}, {})
+    hello = protocol.Hello(protocol.VERSION, "worker", "session-1", bytes(32), bytes(32), "host", os.getpid())
+    with contextlib.closing(Server(settings, b"k" * 32)) as server, monkeypatch.context() as patch:
+        patch.setattr(server.device, "kind", "cuda")
+        patch.setitem(server._engines, "session-1", object())
+        with pytest.raises(HandshakeError, match="share the pid namespace"):
+            server._admit(hello, bytes(32))
+        server._admit(msgspec.structs.replace(hello, pid=os.getpid() + 1), bytes(32))
 
 
 # -- bad engines -------------------------------------------------------------------------------------------------------

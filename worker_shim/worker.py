@@ -111,11 +111,13 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             job = _OwnPath(output_id, output, current_omni_platform.record_device_event())
         with self._async_output_done:
             self._async_output_pending += 1
-        # See Note [Nothing may raise after COMPUTE_DONE]
-        self._async_output_queue.put(job)
-        self._enqueue_result(
-            AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=rpc_id, async_output_id=output_id)
-        )
+        # Note [Nothing may raise after COMPUTE_DONE]. The job comes second: the export thread it wakes competes for the GIL.
+        try:
+            self._enqueue_result(
+                AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=rpc_id, async_output_id=output_id)
+            )
+        finally:
+            self._async_output_queue.put(job)
 
     # -- export thread -------------------------------------------------------------------------------------------------
 

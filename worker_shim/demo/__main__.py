@@ -22,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from worker_shim.demo.engine import engine, nvidia_gpus, prepare
+from worker_shim.demo.figures import percentile
 
 MIB = 1 << 20
 
@@ -97,11 +98,11 @@ class EngineSide:
     """The real vllm-omni engine with the packer behind it."""
 
     def __init__(self, running: Any, device: Any) -> None:
-        from worker_shim.demo.timing import HandoffTimer
+        from worker_shim.demo.timing import Arrivals
 
         self._running = running
         self._device = device
-        self._timer = HandoffTimer(running.executor)
+        self._timer = Arrivals(running.executor)
 
     @property
     def uses_packer(self) -> bool:
@@ -115,7 +116,7 @@ class EngineSide:
         for seed in range(requests):
             mismatches += self._one(case, [seed])
             advance()
-        latencies, _ = self._timer.take()
+        latencies = [handoff.handoff_s for handoff in self._timer.take()]
         begin = time.perf_counter()
         mismatches += self._one(case, list(range(requests)), check=False)
         wall = time.perf_counter() - begin
@@ -149,11 +150,6 @@ def open_side(device: Any) -> Iterator[Any]:
     executor, pipeline = "worker_shim.PackerDiffusionExecutor", "worker_shim.demo.timing.TimedPipeline"
     with engine(executor, pipeline, dtype=torch.float32) as running:
         yield EngineSide(running, device)
-
-
-def percentile(samples: list[float], percent: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 
 
 def measure(console: Console, requests: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni.diffusion.worker import diffusion_worker
 
@@ -16,6 +16,7 @@ from worker_shim.demo.pipeline import SyntheticPipeline
 
 ENTERED = "return_result_entered_s"
 PREVIOUS_COST = "previous_return_result_s"
+UNCLAIMED = "unclaimed"
 
 
 class TimedPipeline(SyntheticPipeline):
@@ -45,29 +46,39 @@ def _stamp(worker_proc: Any) -> None:
     worker_proc._return_result = timed
 
 
-class HandoffTimer:
-    """Collects what the stamps say, at the moment the executor has an output in hand."""
+class Arrival(NamedTuple):
+    """One output in the engine's hands; all in seconds, ``at`` of CLOCK_MONOTONIC."""
+
+    at: float
+    handoff_s: float
+    previous_cost_s: float  # of ``_return_result``, for the output before
+
+
+class Arrivals:
+    """Reads the stamps at the moment the executor has an output in hand. One lock; ``take`` on any thread.
+
+    An output stamped UNCLAIMED, which nobody waits for, ends here.
+    """
 
     def __init__(self, executor: Any) -> None:
         self._lock = threading.Lock()
-        self._handoffs: list[float] = []
-        self._costs: list[float] = []
+        self._arrivals: list[Arrival] = []
         finish = executor._finish_output
 
-        def timed(async_output_id: str, result: Any, exc: BaseException | None) -> None:
-            arrived = time.perf_counter()
-            durations = getattr(result, "stage_durations", None) or {}
-            if ENTERED in durations:
+        def arrived(async_output_id: str, result: Any, exc: BaseException | None) -> None:
+            at = time.perf_counter()
+            stamps = getattr(result, "stage_durations", None) or {}
+            if UNCLAIMED in stamps:
+                return
+            if ENTERED in stamps:
                 with self._lock:
-                    self._handoffs.append(arrived - durations[ENTERED])
-                    self._costs.append(durations[PREVIOUS_COST])
+                    self._arrivals.append(Arrival(at, at - stamps[ENTERED], stamps[PREVIOUS_COST]))
             finish(async_output_id, result, exc)
 
-        executor._finish_output = timed
+        executor._finish_output = arrived
 
-    def take(self) -> tuple[list[float], list[float]]:
-        """Hand-off times and ``_return_result`` times (of the output before each) in seconds, since the last call."""
+    def take(self) -> list[Arrival]:
+        """Those since the last call."""
         with self._lock:
-            taken = self._handoffs, self._costs
-            self._handoffs, self._costs = [], []
+            taken, self._arrivals = self._arrivals, []
         return taken
