@@ -231,6 +231,17 @@ class WorkerGone(Message, frozen=True):
     """Packer to engine: a worker of yours ended, and everything it had exported was published or failed before this."""
 
 
+class Describe(Message, frozen=True):
+    """Engine to packer: how far is this output? For a person who looks into a request that waits. Answered by ``Described``."""
+
+    output: OutputId
+
+
+class Described(Message, frozen=True):
+    output: OutputId
+    state: Text
+
+
 class Release(Message, frozen=True):
     """Engine to packer: these leases are yours again."""
 
@@ -241,8 +252,8 @@ HandshakeFromServer = Challenge | Welcome | Refused
 HandshakeFromClient = Hello
 FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
 ToWorker = Ack | Nack | Probed | Unmapped | Refused | Pong
-FromEngine = Release | Ping
-ToEngine = Segment | SegmentGone | OutputReady | WorkerGone | Refused | Pong
+FromEngine = Release | Describe | Ping
+ToEngine = Segment | SegmentGone | OutputReady | WorkerGone | Described | Refused | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -5,6 +5,7 @@ The server owns the socket, the device, the budget of host memory and one pool t
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -51,6 +52,7 @@ class Server:
         self._connections = 0
         self._unfinished = False  # a worker session still has copies under way; written as it ends
         self._stopping = ""
+        self._leave = threading.Event()
         self._idle_since = time.monotonic()
         self._budget = Budget(settings.pool_max_bytes)
         self._spare: Pool | None = self._new_pool()
@@ -99,10 +101,12 @@ class Server:
         self._path.unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
         self._socket.close()
+        self._leave.set()
         with self._changed:
+            self._stopping = self._stopping or "closed"  # whoever is still in its handshake is not entered any more
             workers, engines = list(self._workers), list(self._engines.values())
         for worker in workers:
-            worker.disconnect(leave=True)
+            worker.disconnect()
         for engine in engines:
             engine.disconnect()
         with self._changed:
@@ -230,8 +234,11 @@ class Server:
 
     def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
+            if self._stopping:
+                channel.close()
+                return
             pool, self._spare = self._spare or self._new_pool(), None
-            engine = EngineSession(hello.session, channel, pool)
+            engine = EngineSession(hello.session, channel, pool, functools.partial(self._describe, hello.session))
             self._engines[hello.session] = engine
             self._changed.notify_all()
         logger.info("engine %s connected", engine.name)
@@ -254,14 +261,27 @@ class Server:
                 self._idle_since = time.monotonic()
                 self._changed.notify_all()
 
+    def _describe(self, session: str, output: str) -> str:
+        """How far an output of one engine's workers is, in words."""
+        with self._changed:
+            workers = [worker for worker in self._workers if worker.engine.name == session]
+        states = [state for worker in workers if (state := worker.describe(output))]
+        return states[0] if states else f"not here: never exported, or published; {len(workers)} workers are connected"
+
     def _serve_worker(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
             engine = self._engines.get(hello.session)
-            if engine is None:
+            if engine is None or self._stopping:
                 channel.close()
                 return
             worker = WorkerSession(
-                f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings, self._die
+                f"{hello.session}/{secrets.token_hex(2)}",
+                channel,
+                engine,
+                self.device,
+                self.settings,
+                self._leave,
+                self._die,
             )
             self._workers.add(worker)
         logger.info("worker %s connected", worker.name)

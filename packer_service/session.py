@@ -22,6 +22,7 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ from packer_service.memory import check_memfd
 from packer_service.pool import Pool, Region
 from packer_service.protocol import (
     Ack,
+    Describe,
+    Described,
     Export,
     Fail,
     Lease,
@@ -58,7 +61,8 @@ logger = logging.getLogger(__name__)
 PROBE_WAIT_S = 10.0  # whatever wait_s says: the pool of a packer's second engine is empty until it grows
 _PROBE = ""  # stands for a probe among the outputs; no output is called so
 _LIVENESS_POLL_S = 0.02
-_LEAVE_S = 2.0  # for copies on their way when the packer is told to stop
+_LEAVE_S = 0.5
+_COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
 
 
@@ -68,9 +72,10 @@ class EngineSession:
     The reader (the thread in ``serve``) takes leases back; any worker session's threads publish, under one lock.
     """
 
-    def __init__(self, name: str, channel: Channel, pool: Pool) -> None:
+    def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
         self.name = name
         self.pool = pool
+        self._describe = describe  # how far an output of any of its workers is
         self.bad_releases = 0  # written by the reader only
         self._channel = channel
         self._lock = threading.Lock()  # guards the announcements and the order of what is sent
@@ -88,6 +93,9 @@ class EngineSession:
                 close_fds(fds)
                 if isinstance(message, Ping):
                     self._send(Pong())
+                    continue
+                if isinstance(message, Describe):
+                    self._send(Described(message.output, self._describe(message.output)))
                     continue
                 assert isinstance(message, protocol.Release)
                 for lease in message.leases:
@@ -176,6 +184,7 @@ class WorkerSession:
         engine: EngineSession,
         device: Device,
         settings: Settings,
+        leave: threading.Event,
         on_device_failure: Callable[[str], None],
     ) -> None:
         self.name = name
@@ -190,7 +199,7 @@ class WorkerSession:
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
         self._timeline: Timeline | None = None
         self._generation = 0
-        self._leave = threading.Event()  # the packer stops: wait for nobody
+        self._leave = leave  # the packer stops: wait for no forward any more
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
         self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
@@ -231,7 +240,7 @@ class WorkerSession:
         finally:
             dead = self._see_off(reason or "the worker died before the output was complete on the device")
             self._finishing.put(None)
-            self._finisher.join(_LEAVE_S if self._leave.is_set() else None)
+            self._finisher.join(_LEAVE_S if self._leave.is_set() else None)  # with nothing to wait for it ends at once
             if finished := not self._finisher.is_alive():
                 self._close(dead)
         return finished
@@ -519,7 +528,12 @@ class WorkerSession:
                 for transfer in incomplete:
                     self._force(transfer.export.ready)
                 return not void
-            if (void and not incomplete) or self._leave.wait(_LIVENESS_POLL_S):
+            if void and not incomplete:
+                return False
+            if self._leave.wait(_LIVENESS_POLL_S):
+                deadline = time.monotonic() + _COPIES_S
+                while self._due() is not None and time.monotonic() < deadline:
+                    time.sleep(_LIVENESS_POLL_S)
                 return False
 
     def _incomplete(self) -> list[Transfer]:
@@ -528,6 +542,13 @@ class WorkerSession:
         with self._lock:
             counter = self._timeline.page.counter
             return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
+
+    def _due(self) -> Transfer | None:
+        """The first whose wait is met and whose copy is not done."""
+        with self._lock:
+            counter = self._timeline.page.counter if self._timeline is not None else 0
+            due = (t for t in self._transfers.values() if t.marker and not t.copied and t.export.ready <= counter)
+            return next(due, None)
 
     def _close(self, dead: bool) -> None:
         """Give everything back; what a dead worker left half-sent fails."""
@@ -547,11 +568,28 @@ class WorkerSession:
             self._timeline.close()
         self._channel.close()
 
-    def disconnect(self, *, leave: bool = False) -> None:
-        """Have ``serve`` end, from another thread; with ``leave`` even where a live worker's outputs are not complete."""
-        if leave:
-            self._leave.set()
+    def disconnect(self) -> None:
+        """Have ``serve`` end, from another thread."""
         self._channel.shutdown()
+
+    # -- other threads ask ---------------------------------------------------------------------------------------------
+
+    def describe(self, output: str) -> str:
+        """How far an output is; empty where this session does not have it."""
+        with self._lock:
+            transfer = self._transfers.get(output)
+            if transfer is None:
+                return ""
+            counter = self._timeline.page.counter if self._timeline is not None else 0
+            if transfer.copied:
+                state = "copied" if not transfer.abandoned else f"failed ({transfer.abandoned})"
+            elif transfer.marker is None:
+                state = "waiting for room in the pool"
+            elif transfer.export.ready > counter:
+                state = "waiting for the worker's forward"
+            else:
+                state = "copying"
+            return state if transfer.second is not None else f"{state}, and its worker has not sent its skeleton"
 
     # -- the watchdog --------------------------------------------------------------------------------------------------
 
@@ -560,11 +598,7 @@ class WorkerSession:
 
         It counts looks rather than time, in which this process may have been stopped.
         """
-        with self._lock:
-            counter = self._timeline.page.counter if self._timeline is not None else 0
-            due = next(
-                (t for t in self._transfers.values() if t.marker and not t.copied and t.export.ready <= counter), None
-            )
+        due = self._due()
         self._looks = self._looks + 1 if due is not None and due is self._watched else 0
         self._watched = due
         return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""

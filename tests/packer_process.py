@@ -138,6 +138,7 @@ class Engine:
         self.fds: list[int] = []  # of the last message
         self.workers_gone = 0
         self.pongs = 0
+        self.states: dict[str, str] = {}  # what the packer said of outputs
 
     def next(self, timeout_s: float = DEADLINE_S) -> OutputReady:
         """The next OUTPUT_READY; what came before it is taken care of."""
@@ -165,6 +166,8 @@ class Engine:
                 self.workers_gone += 1
             case protocol.Pong():
                 self.pongs += 1
+            case protocol.Described():
+                self.states[message.output] = message.state
             case _:
                 raise AssertionError(message)
         return None
@@ -175,6 +178,13 @@ class Engine:
         return [
             self.segments[lease.segment].buffer[lease.offset : lease.offset + lease.nbytes] for lease in ready.leases
         ]
+
+    def describe(self, output: str) -> str:
+        """How far the packer says that an output is."""
+        self.states.clear()
+        self.channel.send(protocol.Describe(output))
+        wait_until(lambda: self.poll() or self.states, f"the state of {output}")
+        return self.states[output]
 
     def release(self, *leases: int) -> None:
         self.channel.send(protocol.Release(leases))

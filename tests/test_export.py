@@ -608,6 +608,22 @@ def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, en
     engine.wait_no_lease()
 
 
+def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
+    device = Stalling()
+    side = WorkerSide(packer, engine.session, device=device)
+    asked: list[str] = []
+    with contextlib.closing(side.exporter):
+        device.stalled = True
+        side.send([torch.ones(FLOATS)], "stalled")
+        asker = threading.Thread(target=lambda: asked.append(engine.describe("stalled", DEADLINE_S)))
+        asker.start()
+        wait_until(lambda: engine.receive(0.01) is None and asked, "an answer")
+        asker.join()
+        assert asked == ["waiting for the worker's forward"]
+        device.force(Signal(device._value))
+        assert torch.equal(engine.output("stalled")[0], torch.ones(FLOATS))
+
+
 def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuilt_equal(tmp_path):
     expected = {
         "first": {"image": content(torch.float32, (FLOATS,)), "small": content(torch.bool, (5,)), "n": np.arange(9999)},

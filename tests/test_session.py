@@ -653,6 +653,30 @@ def test_a_failure_that_comes_too_late_changes_nothing(pair):
     transfer(engine, worker)
 
 
+# -- how far an output is ----------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_told_how_far_an_output_is(tmp_path):
+    """From the worker's forward to the engine's hands, with a pool that has room for one of the two."""
+    with running_packer(tmp_path / "run", pool_max_bytes="2MiB") as packer, session(packer) as (engine, worker):
+        piece = worker.write(b"x" * MIB)
+        value = worker.export("first", piece, piece, complete=False)
+        assert engine.describe("first") == "waiting for the worker's forward, and its worker has not sent its skeleton"
+        worker.export("second", piece, complete=False)
+        worker.skeleton("second")
+        assert engine.describe("second") == "waiting for room in the pool"
+        worker.reach(value)
+        copied = "copied, and its worker has not sent its skeleton"
+        wait_until(lambda: engine.describe("first") == copied, "it is copied")
+        worker.skeleton("first")
+        ready = engine.next()
+        assert engine.describe("first").startswith("not here: never exported, or published; 1 workers")
+        engine.release(*(lease.lease for lease in ready.leases))
+        wait_until(lambda: engine.describe("second") == "waiting for the worker's forward", "it finds room")
+        worker.reach(worker.value)
+        assert engine.next().output == "second"
+
+
 # -- heartbeat ---------------------------------------------------------------------------------------------------------
 
 

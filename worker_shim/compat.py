@@ -29,6 +29,7 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("_output_futures", "_completed_outputs"),
     ),
     (f"{_EXECUTOR}._deliver_batch_split", ("self", "per_req_map", "batch_output", "error"), ("_finish_output",)),
+    (f"{_EXECUTOR}.describe_pending_state", ("self", "async_output_id"), ()),
     (f"{_EXECUTOR}.shutdown", ("self",), ("_result_pump_threads", "_pump_stop")),
     (
         f"{_WORKER}.__init__",

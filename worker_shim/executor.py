@@ -162,6 +162,16 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         else:
             self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
+    def describe_pending_state(self, async_output_id: str | None = None) -> str:
+        """vllm-omni's own, and how far the packer is with that output."""
+        own = super().describe_pending_state(async_output_id)
+        exported = (async_output_id or "").partition("/")[0]  # a member of a batch is named batch/member
+        if not exported or not self._keepers:
+            return own
+        if exported in self._delivered:
+            return f"{own} packer=[delivered to the engine]"
+        return f"{own} packer={[keeper.queue.describe(exported) for keeper in self._keepers]}"
+
     def shutdown(self) -> None:
         """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first."""
         with self._shutdown_lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hmac
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,9 @@ class Delivered:
                 self._ids.popitem(last=False)
             return True
 
+    def __contains__(self, output_id: str) -> bool:
+        return output_id in self._ids
+
 
 class Received(NamedTuple):
     """One output as it came: the object itself, or why there is none."""
@@ -71,6 +75,7 @@ class Receiver:
         self._channel = channel
         self._heartbeat = Heartbeat(channel, hang_s)
         self._on_worker_gone = on_worker_gone
+        self._described: queue.SimpleQueue[protocol.Described] = queue.SimpleQueue()
         self._mac_key = mac_key
         self._delivered = delivered
 
@@ -110,6 +115,9 @@ class Receiver:
             return None
         if isinstance(message, protocol.WorkerGone):
             self._on_worker_gone()
+            return None
+        if isinstance(message, protocol.Described):
+            self._described.put(message)
             return None
         if isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)
@@ -152,6 +160,19 @@ class Receiver:
         finally:
             for lease in unused.values():
                 self.leases.give_back(lease)
+
+    def describe(self, output_id: str, timeout_s: float) -> str:
+        """How far the packer is with an output, in words. Any thread but the one in ``receive``."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._channel.send(protocol.Describe(output_id))
+            while (answer := self._described.get(timeout=max(deadline - time.monotonic(), 0.0))).output != output_id:
+                pass
+        except PeerClosed:
+            return "unknown: the packer is gone"
+        except queue.Empty:
+            return f"unknown: the packer did not answer within {timeout_s:g} s"
+        return answer.state
 
     def close(self) -> None:
         """End the session: the packer frees what no tensor here still looks at. Tensors that are out stay valid."""

@@ -18,6 +18,7 @@ from worker_shim.lease import LeaseBook
 from worker_shim.receiver import Delivered, Received, Receiver
 
 _QUIET_S = 0.05
+_ANSWER_S = 0.5
 
 
 class PackerResultQueue:
@@ -100,6 +101,11 @@ class PackerResultQueue:
             receiver.close()
             self._on_lost(receiver.broken)
         return received
+
+    def describe(self, output_id: str) -> str:
+        """How far the packer is with an output, in words; it waits for the answer a moment."""
+        receiver = self._receiver
+        return "waiting for the packer to come back" if receiver is None else receiver.describe(output_id, _ANSWER_S)
 
     def await_last_outputs(self, timeout_s: float) -> None:
         """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""
