@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import cast
 
 from packer_service import protocol
-from packer_service.errors import HandshakeError, PackerUnavailable, PeerClosed, ProtocolError
+from packer_service.errors import HandshakeError, PackerUnavailable, PeerClosed, PeerHung, ProtocolError
 from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused, Welcome
 
 _UCRED = struct.Struct("3i")
@@ -41,10 +41,14 @@ class Channel:
         self.decoder = decoder
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Send, waiting for room. PeerClosed where the peer is gone."""
+        """Send, waiting for room. PeerClosed where the peer is gone, or makes none for the time given to ``connect``."""
         data = protocol.encode(message)
         with self._send_lock:
-            self._send(data, fd, 0)
+            try:
+                self._send(data, fd, 0)
+            except BlockingIOError as error:
+                self.shutdown()  # the thread that receives must hear of it too
+                raise PeerHung("the peer hangs: it takes no more messages") from error
 
     def try_send(self, message: Message, fd: int | None = None) -> bool:
         """Send without ever waiting; False where there is no room now or another thread is sending."""
@@ -136,7 +140,8 @@ class Channel:
 
     def close(self) -> None:
         self.shutdown()
-        self._socket.close()
+        with self._send_lock:  # else the descriptor's number could be somebody else's before a send got to it
+            self._socket.close()
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -145,11 +150,10 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _set_timeout(sock: socket.socket, timeout_s: float) -> None:
+def _set_timeout(sock: socket.socket, receive_s: float, send_s: float) -> None:
     """Bound every single receive and send; 0 lifts the bound. The socket itself stays in blocking mode."""
-    value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 def _expect(channel: Channel, *kinds: type[Message]) -> Message:
@@ -182,7 +186,7 @@ def accept(
     """
     channel = Channel(sock, protocol.from_client)
     try:
-        _set_timeout(sock, timeout_s)
+        _set_timeout(sock, timeout_s, timeout_s)
         _, uid = peer_credentials(sock)
         if uid not in uids:
             raise HandshakeError(f"uid {uid} is not allowed to connect: add it to the setting allowed_uids")
@@ -205,7 +209,7 @@ def accept(
         except HandshakeError as error:
             raise _refuse(channel, str(error)) from error
         channel.send(welcome)
-        _set_timeout(sock, 0)
+        _set_timeout(sock, 0, 0)
     except BaseException:
         channel.close()
         raise
@@ -214,17 +218,25 @@ def accept(
 
 
 def connect(
-    path: str, key: bytes, role: str, session: str, *, device_uuid: str = "", timeout_s: float = 5.0
+    path: str,
+    key: bytes,
+    role: str,
+    session: str,
+    *,
+    device_uuid: str = "",
+    timeout_s: float = 5.0,
+    hang_s: float = 0.0,
 ) -> tuple[Channel, Welcome]:
-    """Connect to the packer listening at ``path`` and prove the key to each other.
+    """Connect to the packer listening at ``path`` and prove the key to each other, within ``timeout_s``.
 
+    ``hang_s``: how long a later send may wait for room; 0: as long as it takes.
     PackerUnavailable where nobody listens, HandshakeError where the packer refuses or does not know the key.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     channel = Channel(sock, protocol.from_server)
     deadline = time.monotonic() + timeout_s
     try:
-        _set_timeout(sock, max(timeout_s, 0.001))
+        _set_timeout(sock, max(timeout_s, 0.001), max(timeout_s, 0.001))
         try:
             sock.connect(path)
         except OSError as error:
@@ -238,14 +250,15 @@ def connect(
         nonce = os.urandom(32)
         proof = protocol.client_proof(key, challenge, role, session, nonce)
         channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid, os.getpid()))  # type: ignore[arg-type]
-        _set_timeout(sock, max(deadline - time.monotonic(), 0.001))
+        left = max(deadline - time.monotonic(), 0.001)
+        _set_timeout(sock, left, left)
         answer = _expect(channel, Welcome, Refused)
         if isinstance(answer, Refused):
             raise HandshakeError(f"the packer at {path} refused: {answer.reason}")
         welcome = cast(Welcome, answer)
         if not hmac.compare_digest(welcome.proof, protocol.server_proof(key, challenge, nonce)):
             raise HandshakeError(f"whoever listens at {path} does not know the key")
-        _set_timeout(sock, 0)
+        _set_timeout(sock, 0, hang_s)
     except ProtocolError as error:
         channel.close()
         raise HandshakeError(f"whoever listens at {path} does not speak this protocol: {error}") from error

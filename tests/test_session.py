@@ -38,7 +38,7 @@ from packer_process import (
 
 from packer_service import protocol, transport
 from packer_service.config import Settings
-from packer_service.errors import HandshakeError, PackerError, PackerUnavailable, PeerClosed
+from packer_service.errors import HandshakeError, PackerError, PackerUnavailable, PeerClosed, PeerHung
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.protocol import (
     Ack,
@@ -651,6 +651,22 @@ def test_a_failure_that_comes_too_late_changes_nothing(pair):
     worker.channel.send(Fail("output", "device-side assert"))
     assert worker.answer() == Ack("output")
     transfer(engine, worker)
+
+
+def fill(channel: transport.Channel) -> None:
+    while True:
+        channel.send(MapArena(1, MIB))
+
+
+def test_a_send_to_a_packer_that_hangs_ends_and_ends_the_connection(tmp_path):
+    with running_packer(tmp_path / "run") as packer, contextlib.closing(Engine(packer)) as engine:
+        with contextlib.closing(packer.connect("worker", engine.session, hang_s=0.2)) as channel:
+            packer.signal(signal.SIGSTOP)
+            with pytest.raises(PeerHung):
+                fill(channel)
+            with pytest.raises(PeerClosed):
+                channel.receive(DEADLINE_S)
+            packer.signal(signal.SIGCONT)
 
 
 # -- how far an output is ----------------------------------------------------------------------------------------------

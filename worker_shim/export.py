@@ -125,7 +125,9 @@ class Exporter:
         self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce)
 
         def connect(timeout_s: float) -> Channel:
-            return transport.connect(socket, key, "worker", session, device_uuid=device.uuid, timeout_s=timeout_s)[0]
+            return transport.connect(
+                socket, key, "worker", session, device_uuid=device.uuid, timeout_s=timeout_s, hang_s=settings.hang_s
+            )[0]
 
         channel = connect(settings.start_timeout_s)
         self._uplink = Uplink(channel, connect, settings, self)
@@ -421,6 +423,7 @@ class Exporter:
             with self._uplink.lock:
                 staged.second, staged.failed = Fail(staged.output_id, error), True
                 self._uplink.post(staged.second)
+        self._uplink.flush()
 
     def suspend(self) -> None:
         self.device.timeline.generation += 1

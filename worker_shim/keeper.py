@@ -55,7 +55,9 @@ class PackerKeeper:
         self._thread.start()
 
     def _connect(self, timeout_s: float) -> Channel:
-        channel, self.welcome = transport.connect(self.socket, self._key, "engine", self._session, timeout_s=timeout_s)
+        channel, self.welcome = transport.connect(
+            self.socket, self._key, "engine", self._session, timeout_s=timeout_s, hang_s=self._settings.hang_s
+        )
         return channel
 
     def _keep(self) -> None:
