@@ -233,7 +233,9 @@ def test_an_output_larger_than_the_arena_leaves_directly_and_its_memory_comes_ba
         before = torch.cuda.mem_get_info()[0]
         del sent
         torch.cuda.empty_cache()
-        wait_until(lambda: torch.cuda.mem_get_info()[0] - before >= nbytes, "the memory: is an import left open?")
+        # Less what the pool takes meanwhile, which grows ahead of need: eight bytes of page table for each 4 KiB it registers.
+        expected = nbytes - nbytes // 256
+        wait_until(lambda: torch.cuda.mem_get_info()[0] - before >= expected, "the memory: is an import left open?")
 
 
 def test_a_drained_worker_gives_its_arena_back_to_the_driver(packer: Packer) -> None:
@@ -265,7 +267,7 @@ def test_fifteen_stalled_workers_do_not_hold_up_the_sixteenth(packer: Packer) ->
             assert same(links[15].transfer({"bytes": sent})["bytes"], sent)
         assert links[0].receiver.receive(0.0) is None  # they did wait
         for link, value in zip(links[:15], held, strict=True):
-            link.exporter.device._counter.value = value
+            link.exporter.device.timeline.counter = value
         for link in links[:15]:
             assert bool((link.receive()["bytes"] == 1).all())
 
