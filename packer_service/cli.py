@@ -76,7 +76,7 @@ def serve(
     ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
 ) -> None:
     """Run a packer on one device until it is told to stop."""
-    from packer_service.server import Server
+    from packer_service.server import Server, raise_descriptor_limit
 
     # Blocked in every thread and taken by one that waits for them: a handler would run inside whatever the main thread
     # is at, a lock of the server included, and its wake-up could be lost.
@@ -90,6 +90,7 @@ def serve(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
         )
+        raise_descriptor_limit()
         server = Server(settings, settings.read_key(), managed=managed)
     except (PackerError, OSError, MemoryError) as error:
         _report(ready_fd, error=str(error))

@@ -5,20 +5,23 @@ The server owns the socket, the device, the budget of host memory and one pool t
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import resource
 import secrets
 import socket
 import stat
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
-from packer_service.errors import HandshakeError, PackerError, SettingError
+from packer_service.errors import DeviceError, HandshakeError, PackerError, SettingError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
 from packer_service.session import EngineSession, WorkerSession
@@ -27,11 +30,15 @@ logger = logging.getLogger(__name__)
 
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
+# Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
+# could hold them all.
+MAX_UNPROVEN = 64
+
 
 class Server:
     """One packer on one device: ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends.
 
-    ``_changed`` guards the sessions; every connection has one thread.
+    ``_changed`` guards the sessions; every connection has one thread; ``MAX_UNPROVEN`` bounds them beyond the sessions.
     """
 
     def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
@@ -45,7 +52,9 @@ class Server:
         self._changed = threading.Condition()
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
-        self._connections = 0
+        self._connections = 0  # threads that serve one
+        self._unproven: dict[socket.socket, int] = {}  # to the peer's pid, oldest first
+        self._proven: set[socket.socket] = set()
         self._stopping = ""
         self._idle_since = time.monotonic()
         self._budget = Budget(settings.pool_max_bytes)
@@ -90,12 +99,8 @@ class Server:
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
         self._socket.close()
         with self._changed:
-            workers, engines = list(self._workers), list(self._engines.values())
-        for worker in workers:
-            worker.disconnect()
-        for engine in engines:
-            engine.disconnect()
-        with self._changed:
+            for peer in (*self._unproven, *self._proven):
+                _hang_up(peer)
             self._changed.wait_for(lambda: not self._connections, timeout=10.0)
             left, spare, self._spare = self._connections, self._spare, None
         if left:
@@ -114,26 +119,64 @@ class Server:
             except OSError as error:
                 if self._stopping or self._socket.fileno() < 0:
                     return
-                logger.error("cannot accept a connection: %s", error)  # out of descriptors, most likely
+                # Out of descriptors, most likely. The peer waits in the backlog until there is one again.
+                logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
+                with self._changed:
+                    self._evict()
                 time.sleep(0.1)
                 continue
-            with self._changed:
-                full = self._connections >= self.settings.max_sessions
-                self._connections += not full
-                self.refused += full
-            if full:
-                logger.warning("a connection was closed: max_sessions = %d are open", self.settings.max_sessions)
+            if not self._enter(peer):
                 peer.close()
-            else:
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(peer,), name="session", daemon=True).start()
+            except RuntimeError as error:  # the process may start no more threads
+                logger.error("a connection was closed: %s; see the pids limit of this process's cgroup", error)
+                self._leave(peer)
+
+    def _enter(self, peer: socket.socket) -> bool:
+        """Make room for one more peer that has not proven itself; False where the packer stops meanwhile."""
+        pid, _ = transport.peer_credentials(peer)
+        bound = self.settings.max_sessions + MAX_UNPROVEN
+        with self._changed:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._evict()
+            self._changed.wait_for(lambda: self._connections < bound or self._stopping)  # the evicted one's thread ends
+            if self._stopping:
+                return False
+            self._unproven[peer] = pid
+            self._connections += 1
+            return True
+
+    def _evict(self) -> None:
+        """Close the oldest unproven connection of the process that has most of them: a flood washes away its own.
+
+        ``_changed`` is held. Where pids are not told apart (0: another pid namespace), it is the oldest of all.
+        """
+        if self._unproven:
+            pid, held = Counter(self._unproven.values()).most_common(1)[0]
+            oldest = next(peer for peer, owner in self._unproven.items() if owner == pid)
+            del self._unproven[oldest]
+            _hang_up(oldest)
+            logger.warning(
+                "too many connections without a proof, %d of them of pid %d: its oldest is closed", held, pid
+            )
+
+    def _leave(self, peer: socket.socket) -> None:
+        peer.close()
+        with self._changed:
+            self._unproven.pop(peer, None)
+            self._proven.discard(peer)
+            self._connections -= 1
+            self._changed.notify_all()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
             try:
                 channel, hello = transport.accept(
-                    peer, self._key, self._uids, self._admit, self.settings.handshake_timeout_s
+                    peer, self._key, self._uids, functools.partial(self._admit, peer), self.settings.handshake_timeout_s
                 )
-            except PackerError as error:
+            except (PackerError, OSError) as error:
                 logger.warning("a peer was refused: %s", error)
                 with self._changed:
                     self.refused += 1
@@ -143,14 +186,14 @@ class Server:
                 self._serve_engine(channel, hello)
             else:
                 self._serve_worker(channel, hello)
+        except DeviceError as error:
+            logger.error("a peer cannot be served: %s", error)
         except Exception:
             logger.exception("a session failed")
         finally:
-            with self._changed:
-                self._connections -= 1
-                self._changed.notify_all()
+            self._leave(peer)
 
-    def _admit(self, hello: Hello, proof: bytes) -> Welcome:
+    def _admit(self, peer: socket.socket, hello: Hello, proof: bytes) -> Welcome:
         with self._changed:
             if hello.role == "worker":  # its engine was welcomed, but the thread that enters it may not have got there
                 self._changed.wait_for(lambda: hello.session in self._engines, _ENTRY_S)
@@ -164,6 +207,14 @@ class Server:
                 f"the worker runs on {hello.device_uuid} and this packer on {self.device.uuid}:"
                 " give every GPU its own packer, and the settings all their sockets"
             )
+        with self._changed:
+            if len(self._proven) >= self.settings.max_sessions:
+                raise HandshakeError(
+                    f"max_sessions = {self.settings.max_sessions} are open: raise it, or end a session"
+                )
+            if self._unproven.pop(peer, None) is None:
+                raise HandshakeError("this connection was closed: too many came that had not proven themselves")
+            self._proven.add(peer)
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
 
     def _new_pool(self) -> Pool:
@@ -177,6 +228,9 @@ class Server:
 
     def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
+            if hello.session in self._engines:  # two came at once, and _admit saw neither
+                logger.warning("a second engine of session %s is closed", hello.session)
+                return
             pool, self._spare = self._spare or self._new_pool(), None
             engine = EngineSession(hello.session, channel, pool)
             self._engines[hello.session] = engine
@@ -186,25 +240,26 @@ class Server:
             engine.serve()
         finally:
             pool.refuse()
+            engine.disconnect()  # one that broke the protocol may live, not read, and hold its workers in a send
             with self._changed:
                 del self._engines[engine.name]
                 workers = [worker for worker in self._workers if worker.engine is engine]
             for worker in workers:
                 worker.disconnect()
             with self._changed:
-                self._changed.wait_for(lambda: not any(worker.engine is engine for worker in self._workers))
-            engine.close()
-            with self._changed:
                 self._idle_since = time.monotonic()
                 self._changed.notify_all()
+            # Before the wait: a copy that never ends must not keep the process.
             if self._managed:
                 self.stop("the engine that started this packer is gone")
+            with self._changed:
+                self._changed.wait_for(lambda: not any(worker.engine is engine for worker in self._workers))
+            engine.close()
 
     def _serve_worker(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
             engine = self._engines.get(hello.session)
             if engine is None:
-                channel.close()
                 return
             worker = WorkerSession(
                 f"{hello.session}/{secrets.token_hex(2)}", channel, engine, self.device, self.settings
@@ -217,6 +272,18 @@ class Server:
             with self._changed:
                 self._workers.discard(worker)
                 self._changed.notify_all()
+
+
+def _hang_up(peer: socket.socket) -> None:
+    """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
+    with suppress(OSError):  # it is closed already
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def raise_descriptor_limit() -> None:
+    """Have as many descriptors as the system lets this process have; the usual soft limit of 1024 is for select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(path: Path) -> socket.socket:
