@@ -38,15 +38,17 @@ class HostTimeline:
     def __init__(self, page: SharedMemory) -> None:
         self._page = page
         self._closed = threading.Event()
+        self._forced = 0
 
     def value(self) -> int:
         return int(_COUNTER.unpack_from(self._page.buffer)[0])
 
     def force(self, value: int) -> None:
+        self._forced = value  # a worker that still lives can write to the page, but not to this
         _COUNTER.pack_into(self._page.buffer, 0, value)
 
     def wait(self, value: int) -> None:
-        while self.value() < value and not self._closed.wait(_POLL_S):
+        while max(self.value(), self._forced) < value and not self._closed.wait(_POLL_S):
             pass
 
     def close(self) -> None:
