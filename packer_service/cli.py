@@ -20,6 +20,7 @@ import typer
 from packer_service import __version__
 from packer_service.config import PACKER_SETTINGS, Settings, environment_name
 from packer_service.errors import PackerError
+from packer_service.log import LogGuard
 
 app = typer.Typer(
     help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
@@ -90,6 +91,8 @@ def serve(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
         )
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogGuard())
         raise_descriptor_limit()
         server = Server(settings, settings.read_key(), managed=managed)
     except (PackerError, OSError, MemoryError) as error:
