@@ -241,6 +241,9 @@ class Pool:
         oldest = next(iter(self._regions.values()))  # granted in this order
         return f"{held}, the oldest for {time.monotonic() - oldest.granted_at:.1f} s"
 
+    def _of_owner(self) -> str:
+        return f" (engine {self.owner})" if self.owner else ""
+
     def describe(self) -> str:
         """Who holds how much of this pool, and since when."""
         with self._lock:
@@ -290,7 +293,7 @@ class Pool:
         with self._lock:
             self._segments.append(segment)
             self._space.notify_all()
-        logger.info("pool grew by %d MiB to %d MiB", nbytes >> 20, self.nbytes >> 20)
+        logger.info("pool grew by %d MiB to %d MiB%s", nbytes >> 20, self.nbytes >> 20, self._of_owner())
 
     def _grow_and_trim(self) -> None:
         self._device.bind_thread()
