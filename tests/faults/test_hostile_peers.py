@@ -36,7 +36,7 @@ from packer_process import (
 
 from packer_service import protocol
 from packer_service.config import Settings
-from packer_service.devices.host import HostDevice
+from packer_service.devices.host import HostDevice, HostTimeline
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.pool import Budget, Pool
@@ -246,20 +246,17 @@ def test_a_withdrawn_output_whose_region_the_engine_gave_back_before_does_not_st
 class MuteChannel(Channel):
     """An engine's connection on which OUTPUT_READY cannot be sent: a fault of the kernel's that cannot be had at will."""
 
-    error: Exception
+    error: Exception | None = None
 
     def send(self, message, fd=None):
-        if isinstance(message, OutputReady):
+        if self.error is not None and isinstance(message, OutputReady):
             raise self.error
         super().send(message, fd)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(109, "Too many references"), ProtocolError("an OutputReady of 70000 bytes exceeds")], ids=repr
-)
-@pytest.mark.parametrize("guessed", [False, True], ids=["", "and the engine guesses the lease"])
-def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(error, guessed):
-    device = HostDevice()
+@contextlib.contextmanager
+def in_process(device: HostDevice) -> Iterator[tuple[EngineSession, Channel, threading.Thread, SharedMemory]]:
+    """An engine's session in this process, a worker's end of a connection to its packer, and the thread that serves it."""
     pool = Pool(device, Budget(POOL), keep_bytes=POOL, step_bytes=POOL, idle_s=60)
     pool.grow(POOL)
     ours, engines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -270,15 +267,25 @@ def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(er
         contextlib.closing(engines),
         contextlib.closing(SharedMemory.create("arena", 4096)) as arena,
     ):
-        engine._channel.error = error
-        if guessed:
-            lease = pool.lease
-            pool.lease = lambda regions: (lease(regions), pool.end_lease(regions[0].number))
         served = WorkerSession("worker", Channel(theirs, protocol.from_worker), engine, device, Settings())
         thread = threading.Thread(target=served.serve, daemon=True)
         thread.start()
         worker.send(MapTimeline(), arena.fd)
         worker.send(MapArena(0, 4096), arena.fd)
+        yield engine, worker, thread, arena
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(109, "Too many references"), ProtocolError("an OutputReady of 70000 bytes exceeds")], ids=repr
+)
+@pytest.mark.parametrize("guessed", [False, True], ids=["", "and the engine guesses the lease"])
+def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(error, guessed):
+    with in_process(HostDevice()) as (engine, worker, thread, arena):
+        pool = engine.pool
+        engine._channel.error = error
+        if guessed:
+            lease = pool.lease
+            pool.lease = lambda regions: (lease(regions), pool.end_lease(regions[0].number))
         worker.send(protocol.Probe(0, Piece(0, 0, 10)))
         assert isinstance(worker.receive(DEADLINE_S)[0], protocol.Probed)  # so both are mapped
         before = len(os.listdir("/proc/self/fd"))
@@ -330,6 +337,41 @@ def test_a_worker_that_moves_its_counter_back_does_not_hold_its_thread(packer, o
                 wait_count(packer, kind, number)
 
 
+def test_a_counter_that_was_forced_releases_a_wait_whatever_is_written_to_the_page():
+    page = SharedMemory.create("timeline", 4096)
+    timeline = HostTimeline(page)
+    timeline.force(5)
+    struct.pack_into("<Q", page.buffer, 0, 0)
+    thread = threading.Thread(target=timeline.wait, args=(5,), daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    timeline.close()
+
+
+class OverwrittenTimeline(HostTimeline):
+    """A GPU's counter page, which knows no more than what is in it, and a worker that undoes the first attempts to force it."""
+
+    attempts = 0
+
+    def force(self, value):
+        self.attempts += 1
+        if self.attempts > 3:
+            super().force(value)
+
+
+def test_a_counter_is_forced_until_the_copies_have_passed():
+    device = HostDevice()
+    device.open_timeline = OverwrittenTimeline
+    with in_process(device) as (engine, worker, thread, _):
+        worker.send(Export("output", 1, (Piece(0, 0, 10),)))
+        worker.send(Skeleton("output", b"", MAC))
+        worker.close()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        assert not engine.pool.leased_bytes
+
+
 def test_a_worker_that_broke_the_protocol_and_does_not_read_does_not_hold_its_thread(packer, others):
     before = {kind: count(packer, kind) for kind in ("task", "fd")}
     number = 1000  # more answers than fit the worker's socket
@@ -348,11 +390,13 @@ def test_a_worker_that_broke_the_protocol_and_does_not_read_does_not_hold_its_th
 def test_an_engine_that_broke_the_protocol_and_does_not_read_does_not_hold_its_workers(packer, others):
     before = {kind: count(packer, kind) for kind in ("task", "fd")}
     with session(packer) as (engine, worker):
-        sent = True
-        while sent:  # until neither the engine's socket nor the worker's takes more
-            output = secrets.token_hex(8)
-            skeleton = Skeleton(output, bytes(protocol.MAX_PAYLOAD_BYTES), MAC)
-            sent = worker.channel.try_send(Export(output, 0, ())) and worker.channel.try_send(skeleton)
+        for number in range(10):  # more than fits the engine's socket, less than fits it and the worker's
+            worker.export(f"unread-{number}")
+            worker.skeleton(f"unread-{number}", bytes(protocol.MAX_PAYLOAD_BYTES))
+        acks = 0
+        while worker.channel.receive(0.5) is not None:  # until the packer is blocked in a send to the engine
+            acks += 1
+        assert 0 < acks < 10
         engine.channel._socket.send(b"\xc1")
         with contextlib.suppress(PeerClosed):
             while worker.answer():
@@ -407,13 +451,17 @@ sys.stdin.read()
 
 
 def test_a_process_that_floods_the_packer_closes_its_own_connections_only(patient):
-    with silent_peer(patient) as slow:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(patient.socket)
+        slow = Channel(sock, protocol.from_server)
+        challenge, _ = slow.receive(DEADLINE_S)
         command = [sys.executable, "-c", FLOOD, patient.socket]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flood:
             assert flood.stdout.readline() == b"flooded\n"
             patient.wait_log(f"of pid {flood.pid}: its oldest is closed")
-            slow.send(b"not a hello")  # the packer still listens to it
-            patient.wait_log("a peer was refused: 11 bytes from a peer are no message")
+            proof = protocol.client_proof(patient.key, challenge, "engine", "slow-session", bytes(32))
+            slow.send(protocol.Hello(protocol.VERSION, "engine", "slow-session", bytes(32), proof))
+            assert isinstance(slow.receive(DEADLINE_S)[0], protocol.Welcome)
             with session(patient) as (engine, worker):
                 transfer(engine, worker)
             flood.stdin.close()
