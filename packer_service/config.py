@@ -111,7 +111,7 @@ class Settings:
     handshake_timeout_s: float = _setting(
         5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0
     )
-    max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
+    max_sessions: int = _setting(64, "engines and workers connected at a time", least=2, most=4096)
     allowed_uids: str = _setting("", "uids that may connect beside the packer's own, separated by commas", kind="text")
     log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
 
