@@ -70,6 +70,7 @@ _HUGE = (
 _NASTY: tuple[Any, ...] = (
     *(None, True, -1, 0, 1 << 62, (1 << 64) - 1, -(1 << 63), 1.5, float("nan"), float("inf")),
     *("", "x" * 129, "x" * 5000, "\0\n\x1b[2J", b"", bytes(32), bytes(33), bytes(40_000)),
+    *(msgspec.Raw(opener * 30_000 + b"\xc0") for opener in (b"\x91", b"\x81\xa1a")),
     *([], [[]], [[0, 0, 1]] * 1025, {}, {"a": [1]}, ["Export"], msgspec.msgpack.Ext(1, b"x")),
 )
 
@@ -161,7 +162,7 @@ class Descriptors:
         fcntl.fcntl(read_only, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
         unsealed = os.memfd_create("fuzz-unsealed")
         os.ftruncate(unsealed, 4096)
-        self._own = [
+        self.foreign = [
             *(read_only, unsealed, create_memfd("fuzz-small", 100), create_memfd("fuzz-vast", 1 << 50)),
             *os.pipe(),
             *(sock.detach() for sock in socket.socketpair()),
@@ -169,16 +170,17 @@ class Descriptors:
             os.open("/dev/zero", os.O_RDWR),
         ]
 
-    def some(self, rng: random.Random) -> list[int]:
+    def some(self, rng: random.Random, message: Message | None = None) -> list[int]:
+        """What ``message`` needs, most of the time, so that frames get past the first check; else anything."""
+        needs = isinstance(message, MapArena | MapTimeline) or (isinstance(message, Skeleton) and message.host_nbytes)
         if rng.random() < 0.75:
-            return []
-        sound = [self.page.fd, self.chunk.fd]
-        return rng.choices(sound if rng.random() < 0.4 else self._own, k=rng.choice((1, 1, 1, 1, 2, 5)))
+            return [rng.choice((self.page.fd, self.chunk.fd))] if needs else []
+        return rng.choices(self.foreign, k=rng.choice((1, 1, 1, 1, 2, 5)))
 
     def close(self) -> None:
         self.page.close()
         self.chunk.close()
-        transport.close_fds(self._own)
+        transport.close_fds(self.foreign)
 
 
 class Peer:
@@ -209,6 +211,8 @@ class Live:
         self.outcomes: Counter[str] = Counter()
         self.frames = 0
         self.leases: list[int] = []  # of the engine of this visit
+        self.exported: list[str] = []  # by the worker of this visit, and waiting for their second message
+        self.delivered = 0
         self._syncs = 0
 
     def run(self, frames: int) -> None:
@@ -246,9 +250,9 @@ class Live:
     def visit_as_worker(self) -> None:
         with self.joined() as (engine, worker):
             for _ in range(FRAMES_A_VISIT):
-                data = self.frame(self.from_worker())
+                message = self.from_worker()
                 try:
-                    worker.send(data, self.descriptors.some(self.rng))
+                    worker.send(self.frame(message), self.descriptors.some(self.rng, message))
                     self.sync(engine, worker, withdraw=self.rng.random() < 0.7)
                 except PeerClosed:
                     self.count("closed")
@@ -271,15 +275,20 @@ class Live:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[tuple[Peer, Peer]]:
-        """An engine and its worker, past their handshakes, with a timeline and a chunk."""
-        name, self.leases = self.rng.randbytes(8).hex(), []
+        """An engine and its worker, past their handshakes, most of the time with a timeline and a chunk."""
+        name, self.leases, self.exported = self.rng.randbytes(8).hex(), [], []
         with (
             contextlib.closing(self.packer.connect("engine", name)) as engine,
             contextlib.closing(self.packer.connect("worker", name)) as worker,
         ):
             struct.pack_into("<Q", self.descriptors.page.buffer, 0, 1)
-            worker.send(MapTimeline(), self.descriptors.page.fd)
-            worker.send(MapArena(0, self.descriptors.chunk.nbytes), self.descriptors.chunk.fd)
+            bare = self.rng.random() < 0.3
+            if not bare or self.rng.random() < 0.3:
+                worker.send(
+                    MapTimeline(), self.rng.choice(self.descriptors.foreign) if bare else self.descriptors.page.fd
+                )
+            if not bare:
+                worker.send(MapArena(0, self.descriptors.chunk.nbytes), self.descriptors.chunk.fd)
             yield Peer(engine), Peer(worker)
 
     # -- what is sent --------------------------------------------------------------------------------------------------
@@ -290,32 +299,33 @@ class Live:
 
     def piece(self) -> Piece:
         choose = self.rng.choice
-        if self.rng.random() < 0.8:
+        if self.rng.random() < 0.95:
             return Piece(0, choose((0, 1, 4096, MIB)), choose((1, 100, 4096, MIB)))
         return Piece(choose((0, 1, 2)), choose(_SIZES), max(choose(_SIZES), 1))
 
     def from_worker(self) -> Message:
-        """A message that the decoder takes; whether it makes sense is left to chance."""
+        """A message that the decoder takes, and that makes sense often enough for whole outputs to get through."""
         rng, choose = self.rng, self.rng.choice
-        output, ready = choose(_OUTPUTS), choose((0, 1, 1, 2, 1 << 62))
-        match rng.randrange(10):
-            case 0 | 1 | 2 | 3:
-                pieces = tuple(self.piece() for _ in range(choose((0, 1, 1, 1, 2, 30))))
-                event = rng.randbytes(64) if rng.random() < 0.1 else b""
-                return Export(
-                    output, ready, pieces, event, tuple(choose((1, 2)) for _ in range(choose((0, 0, 0, 1, 3))))
-                )
-            case 4 | 5 | 6:
-                payload, nbytes = rng.randbytes(choose((0, 100, protocol.MAX_PAYLOAD_BYTES))), choose((0, 0, 0, 100))
-                return Skeleton(output, payload, rng.randbytes(32), nbytes, choose((0, 0, 100)))
-            case 7:
+        ready = choose((0, *(1,) * 15, 2, 1 << 62))
+        kind = choose(("export", "export", "export", "second", "second", "second", "second", "probe", "map"))
+        if kind == "second" and (self.exported or rng.random() < 0.1):
+            output = choose(_OUTPUTS)
+            if self.exported and rng.random() < 0.95:
+                output = self.exported.pop(rng.randrange(len(self.exported)))
+            if rng.random() < 0.2:
                 return Withdraw(output, choose(("", "out of memory", "\0\n\x1b[2J" * 100)))
-            case 8:
-                return choose(
-                    (MapArena(choose((0, 1, 2)), max(choose(_SIZES), 1)), UnmapArena(choose((0, 1, 2))), MapTimeline())
-                )
-            case _:
-                return Probe(ready, self.piece())
+            payload, nbytes = rng.randbytes(choose((0, 100, protocol.MAX_PAYLOAD_BYTES))), choose((0, 0, 0, 100))
+            return Skeleton(output, payload, rng.randbytes(32), nbytes, choose((0, 0, 100)))
+        if kind == "probe":
+            return Probe(ready, self.piece())
+        if kind == "map":
+            number, nbytes = choose((1, 1, 1, 0, 2)), max(choose(_SIZES), 1)
+            return choose((MapArena(number, nbytes), MapArena(number, 4096), UnmapArena(number), MapTimeline()))
+        output = choose(_OUTPUTS) if rng.random() < 0.05 else f"output-{self.frames}"
+        self.exported.append(output)
+        pieces = tuple(self.piece() for _ in range(choose((0, 1, 1, 1, 2, 30))))
+        event = rng.randbytes(64) if rng.random() < 0.05 else b""
+        return Export(output, ready, pieces, event, tuple(choose((1, 2)) for _ in range(choose((0, 0, 0, 0, 0, 1, 3)))))
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
@@ -350,6 +360,7 @@ class Live:
     def take(self, engine: Peer, ready: OutputReady) -> None:
         """Give back most leases at once, keep some to be given back by a frame."""
         leases = [lease.lease for lease in ready.leases]
+        self.delivered += bool(leases)
         if self.rng.random() < 0.3:
             self.leases.extend(leases)
         elif leases:
@@ -473,6 +484,7 @@ def fuzz_live(number: int, seed: int) -> dict[str, Any]:
             "part": "live",
             "frames": live.frames,
             **{kind: live.outcomes[kind] for kind in ("answered", "closed")},
+            "delivered_with_leases": live.delivered,
             "honest_transfers": honest.transfers,
             "tracebacks": tracebacks,
             "after_a_tenth": after_a_tenth,
