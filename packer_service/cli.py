@@ -20,6 +20,7 @@ import typer
 from packer_service import __version__
 from packer_service.config import PACKER_SETTINGS, Settings, environment_name
 from packer_service.errors import PackerError
+from packer_service.log import LogGuard
 
 app = typer.Typer(
     help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
@@ -76,7 +77,7 @@ def serve(
     ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
 ) -> None:
     """Run a packer on one device until it is told to stop."""
-    from packer_service.server import Server
+    from packer_service.server import Server, raise_descriptor_limit
 
     # Blocked in every thread and taken by one that waits for them: a handler would run inside whatever the main thread
     # is at, a lock of the server included, and its wake-up could be lost.
@@ -90,6 +91,9 @@ def serve(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
         )
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogGuard())
+        raise_descriptor_limit()
         server = Server(settings, settings.read_key(), managed=managed)
     except (PackerError, OSError, MemoryError) as error:
         _report(ready_fd, error=str(error))

@@ -131,7 +131,7 @@ class Settings:
         least=1.0,
         most=3600.0,
     )
-    max_sessions: int = _setting(64, "connections at a time", least=2, most=4096)
+    max_sessions: int = _setting(64, "engines and workers connected at a time", least=2, most=4096)
     allowed_uids: str = _setting("", "uids that may connect beside the packer's own, separated by commas", kind="text")
     log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
 

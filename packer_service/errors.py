@@ -1,5 +1,9 @@
 """Every error this project raises on purpose. A message says what was wanted, what was found and what mends it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class PackerError(Exception):
     """Base class: catch it to catch everything the packer and its clients raise on purpose."""
@@ -11,6 +15,20 @@ class SettingError(PackerError, ValueError):
 
 class ProtocolError(PackerError):
     """A peer sent bytes that are not a message, or a message that is not allowed where it came."""
+
+
+class DescriptorLost(ProtocolError):
+    """A good ``message`` came without its descriptor, because this process may open no more: not the peer's fault.
+
+    A ProtocolError for whoever cannot do without the descriptor; the packer catches it first and fails one output.
+    """
+
+    def __init__(self, message: Any) -> None:
+        super().__init__(
+            f"the descriptor of a {type(message).__name__} was lost, this process has too many open files:"
+            " raise its limit (systemd LimitNOFILE, ulimit -n)"
+        )
+        self.message = message
 
 
 class HandshakeError(PackerError):

@@ -29,13 +29,30 @@ _RETRY_GROWTH_S = 5.0
 _OTHERS_POLL_S = 0.02
 
 
+_COMPLAINT_S = 1.0
+
+
 class Budget:
-    """Bytes that all pools of a packer may take together."""
+    """Bytes that all pools of a packer may take together, and those pools, so that each can name who holds what."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._taken = 0
+        self._pools: list[Pool] = []
         self._lock = threading.Lock()
+
+    def enter(self, pool: Pool) -> None:
+        with self._lock:
+            self._pools.append(pool)
+
+    def leave(self, pool: Pool) -> None:
+        with self._lock:
+            self._pools.remove(pool)
+
+    @property
+    def pools(self) -> list[Pool]:
+        with self._lock:
+            return list(self._pools)
 
     def take(self, nbytes: int) -> bool:
         with self._lock:
@@ -76,12 +93,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Region:
-    """``nbytes`` of ``segment`` at ``offset``; ``number`` names it for good."""
+    """``nbytes`` of ``segment`` at ``offset``; ``number`` names it for good. ``granted_at`` is ``time.monotonic()``."""
 
     number: int
     segment: Segment
     offset: int
     nbytes: int
+    granted_at: float
 
     @property
     def address(self) -> int:
@@ -99,6 +117,8 @@ class Pool:
         self.on_trim: Callable[[int], None] = lambda number: None
         self.waits = 0  # allocations that had to wait, and for how long in all
         self.waited_s = 0.0
+        self.exhausted = 0  # outputs that were handed back because there was no room
+        self.owner = ""  # the engine session; none yet for the pool that is ready before its engine comes
         self._device = device
         self._budget = budget
         self._keep_bytes = keep_bytes
@@ -109,6 +129,8 @@ class Pool:
         self._work = threading.Condition(self._lock)  # there is something for the grower
         self._segments: list[Segment] = []
         self._regions: dict[int, Region] = {}
+        self._leased: set[int] = set()  # those of them that the engine may give back
+        self._complained_at = -_COMPLAINT_S
         self._next_region = 1
         self._next_segment = 0
         self._largest_request = 0
@@ -119,6 +141,7 @@ class Pool:
         self._last_use = time.monotonic()
         self._refusing = False  # no more grants
         self._closed = False
+        budget.enter(self)
         self._grower = threading.Thread(target=self._grow_and_trim, name="pool-grower", daemon=True)
         self._grower.start()
 
@@ -156,7 +179,7 @@ class Pool:
         for segment in self._segments:
             offset = segment.extents.allocate(nbytes)
             if offset is not None:
-                region = Region(self._next_region, segment, offset, nbytes)
+                region = Region(self._next_region, segment, offset, nbytes, time.monotonic())
                 self._next_region += 1
                 self._regions[region.number] = region
                 return region
@@ -165,20 +188,78 @@ class Pool:
     def release(self, number: int) -> None:
         """Give a region back. ProtocolError where it is not out: released twice, or never granted."""
         with self._lock:
-            region = self._regions.pop(number, None)
-            if region is None:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        region = self._regions.pop(number, None)
+        if region is None:
+            raise ProtocolError(f"lease {number} is not out: it was returned twice or never granted")
+        region.segment.extents.release(region.offset)
+        self._space.notify_all()
+
+    def lease(self, regions: list[Region]) -> None:
+        """Make them the engine's, before it hears of them: it may give them back the moment it does."""
+        with self._lock:
+            self._leased.update(region.number for region in regions)
+
+    def reclaim(self, regions: list[Region]) -> list[Region]:
+        """Undo ``lease``: the engine could not be told. Those of ``regions`` that are the packer's again.
+
+        Not always all: an engine that breaks the protocol may have guessed a number and given it back.
+        """
+        with self._lock:
+            ours = [region for region in regions if region.number in self._leased]
+            self._leased.difference_update(region.number for region in ours)
+            return ours
+
+    def end_lease(self, number: int) -> None:
+        """The engine gives a lease back. ProtocolError where it has none of that number, be it even a region we copy into."""
+        with self._lock:
+            if number not in self._leased:
                 raise ProtocolError(f"lease {number} is not out: it was returned twice or never granted")
-            region.segment.extents.release(region.offset)
-            self._space.notify_all()
+            self._leased.remove(number)
+            self._release(number)
+
+    # -- exhaustion ----------------------------------------------------------------------------------------------------
 
     def _why_exhausted(self, nbytes: int) -> str:
-        used = sum(region.nbytes for region in self._regions.values())
-        total = sum(segment.memory.nbytes for segment in self._segments)
         reason = self._growth_error or f"at its limit pool_max_bytes = {self._budget.max_bytes}"
         return (
-            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases and the pool is"
-            f" {reason}. Raise pool_max_bytes, or let the engine drop finished outputs sooner"
+            f"no room for {nbytes} bytes: {self._holds()} and the pool is {reason}."
+            " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
         )
+
+    def _holds(self) -> str:
+        used = sum(region.nbytes for region in self._regions.values())
+        total = sum(segment.memory.nbytes for segment in self._segments)
+        who = f"engine {self.owner}" if self.owner else "a pool without an engine"
+        held = (
+            f"{who} holds {used} of {total} bytes in {len(self._regions)} regions ({len(self._leased)} of them leases)"
+        )
+        if not self._regions:
+            return held
+        oldest = next(iter(self._regions.values()))  # granted in this order
+        return f"{held}, the oldest for {time.monotonic() - oldest.granted_at:.1f} s"
+
+    def _of_owner(self) -> str:
+        return f" (engine {self.owner})" if self.owner else ""
+
+    def describe(self) -> str:
+        """Who holds how much of this pool, and since when."""
+        with self._lock:
+            return self._holds()
+
+    def complain(self) -> None:
+        """An output found no room and is handed back: count it, and say who holds what, once a second at most."""
+        now = time.monotonic()
+        with self._lock:
+            self.exhausted += 1
+            if self._refusing or now < self._complained_at + _COMPLAINT_S:
+                return
+            self._complained_at = now
+            count = self.exhausted
+        holders = "; ".join(pool.describe() for pool in self._budget.pools)  # each takes its own lock: not under ours
+        logger.warning("the pool is exhausted, %d outputs were handed back so far: %s", count, holders)
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +293,7 @@ class Pool:
         with self._lock:
             self._segments.append(segment)
             self._space.notify_all()
-        logger.info("pool grew by %d MiB to %d MiB", nbytes >> 20, self.nbytes >> 20)
+        logger.info("pool grew by %d MiB to %d MiB%s", nbytes >> 20, self.nbytes >> 20, self._of_owner())
 
     def _grow_and_trim(self) -> None:
         self._device.bind_thread()
@@ -304,6 +385,8 @@ class Pool:
         with self._lock:
             segments, self._segments = self._segments, []
             self._regions.clear()
+            self._leased.clear()
+        self._budget.leave(self)
         for segment in segments:
             segment.close()
             self._budget.give_back(segment.memory.nbytes)

@@ -278,7 +278,9 @@ class Decoder:
         try:
             return self._decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ProtocolError(f"{len(data)} bytes from a peer are no message allowed here: {error}") from error
+            # What the peer sent may be part of the error: neither its length nor its line breaks belong into a log.
+            why = repr(str(error)[:200])
+            raise ProtocolError(f"{len(data)} bytes from a peer are no message allowed here: {why}") from error
 
 
 from_worker = Decoder(FromWorker)

@@ -8,18 +8,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import resource
 import secrets
 import socket
 import stat
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
-from packer_service.errors import HandshakeError, PackerError, SettingError
+from packer_service.errors import DeviceError, HandshakeError, PackerError, SettingError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
 from packer_service.session import EngineSession, WorkerSession
@@ -31,11 +33,15 @@ _LEAVE_S = 5.0
 _EXIT_HUNG = 70
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
+# Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
+# could hold them all.
+MAX_UNPROVEN = 64
+
 
 class Server:
     """One packer on one device: ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends.
 
-    ``_changed`` guards the sessions; every connection has one thread.
+    ``_changed`` guards the sessions; every connection has one thread; ``MAX_UNPROVEN`` bounds them beyond the sessions.
     """
 
     def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
@@ -49,10 +55,12 @@ class Server:
         self._changed = threading.Condition()
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
-        self._connections = 0
+        self._connections = 0  # threads that serve one
+        self._unproven: dict[socket.socket, int] = {}  # to the peer's pid, oldest first
+        self._proven: set[socket.socket] = set()
         self._unfinished = False  # a worker session still has copies under way; written as it ends
         self._stopping = ""
-        self._leave = threading.Event()
+        self._leaving = threading.Event()
         self._idle_since = time.monotonic()
         self._budget = Budget(settings.pool_max_bytes)
         self._spare: Pool | None = self._new_pool()
@@ -101,15 +109,11 @@ class Server:
         self._path.unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
         self._socket.close()
-        self._leave.set()
+        self._leaving.set()
         with self._changed:
             self._stopping = self._stopping or "closed"  # whoever is still in its handshake is not entered any more
-            workers, engines = list(self._workers), list(self._engines.values())
-        for worker in workers:
-            worker.disconnect()
-        for engine in engines:
-            engine.disconnect()
-        with self._changed:
+            for peer in (*self._unproven, *self._proven):
+                _hang_up(peer)
             self._changed.wait_for(lambda: not self._connections, timeout=_LEAVE_S)
             left, spare, self._spare = self._connections or self._unfinished, self._spare, None
         if left:
@@ -165,26 +169,64 @@ class Server:
                     continue
                 if self._stopping or listener.fileno() < 0:
                     return
-                logger.error("cannot accept a connection: %s", error)  # out of descriptors, most likely
+                # Out of descriptors, most likely. The peer waits in the backlog until there is one again.
+                logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
+                with self._changed:
+                    self._evict()
                 time.sleep(0.1)
                 continue
-            with self._changed:
-                full = self._connections >= self.settings.max_sessions
-                self._connections += not full
-                self.refused += full
-            if full:
-                logger.warning("a connection was closed: max_sessions = %d are open", self.settings.max_sessions)
+            if not self._enter(peer):
                 peer.close()
-            else:
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(peer,), name="session", daemon=True).start()
+            except RuntimeError as error:  # the process may start no more threads
+                logger.error("a connection was closed: %s; see the pids limit of this process's cgroup", error)
+                self._leave(peer)
+
+    def _enter(self, peer: socket.socket) -> bool:
+        """Make room for one more peer that has not proven itself; False where the packer stops meanwhile."""
+        pid, _ = transport.peer_credentials(peer)
+        bound = self.settings.max_sessions + MAX_UNPROVEN
+        with self._changed:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._evict()
+            self._changed.wait_for(lambda: self._connections < bound or self._stopping)  # the evicted one's thread ends
+            if self._stopping:
+                return False
+            self._unproven[peer] = pid
+            self._connections += 1
+            return True
+
+    def _evict(self) -> None:
+        """Close the oldest unproven connection of the process that has most of them: a flood washes away its own.
+
+        ``_changed`` is held. Where pids are not told apart (0: another pid namespace), it is the oldest of all.
+        """
+        if self._unproven:
+            pid, held = Counter(self._unproven.values()).most_common(1)[0]
+            oldest = next(peer for peer, owner in self._unproven.items() if owner == pid)
+            del self._unproven[oldest]
+            _hang_up(oldest)
+            logger.warning(
+                "too many connections without a proof, %d of them of pid %d: its oldest is closed", held, pid
+            )
+
+    def _leave(self, peer: socket.socket) -> None:
+        peer.close()
+        with self._changed:
+            self._unproven.pop(peer, None)
+            self._proven.discard(peer)
+            self._connections -= 1
+            self._changed.notify_all()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
             try:
                 channel, hello = transport.accept(
-                    peer, self._key, self._uids, self._admit, self.settings.handshake_timeout_s
+                    peer, self._key, self._uids, functools.partial(self._admit, peer), self.settings.handshake_timeout_s
                 )
-            except PackerError as error:
+            except (PackerError, OSError) as error:
                 logger.warning("a peer was refused: %s", error)
                 with self._changed:
                     self.refused += 1
@@ -194,14 +236,14 @@ class Server:
                 self._serve_engine(channel, hello)
             else:
                 self._serve_worker(channel, hello)
+        except DeviceError as error:
+            logger.error("a peer cannot be served: %s", error)
         except Exception:
             logger.exception("a session failed")
         finally:
-            with self._changed:
-                self._connections -= 1
-                self._changed.notify_all()
+            self._leave(peer)
 
-    def _admit(self, hello: Hello, proof: bytes) -> Welcome:
+    def _admit(self, peer: socket.socket, hello: Hello, proof: bytes) -> Welcome:
         with self._changed:
             if hello.role == "worker":  # its engine was welcomed, but the thread that enters it may not have got there
                 self._changed.wait_for(lambda: hello.session in self._engines, _ENTRY_S)
@@ -221,6 +263,14 @@ class Server:
                 " for one process: share the pid namespace (docker run --pid, Kubernetes shareProcessNamespace), or start"
                 " one of them under an init process"
             )
+        with self._changed:
+            if len(self._proven) >= self.settings.max_sessions:
+                raise HandshakeError(
+                    f"max_sessions = {self.settings.max_sessions} are open: raise it, or end a session"
+                )
+            if self._unproven.pop(peer, None) is None:
+                raise HandshakeError("this connection was closed: too many came that had not proven themselves")
+            self._proven.add(peer)
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
 
     def _new_pool(self) -> Pool:
@@ -235,7 +285,9 @@ class Server:
     def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
         with self._changed:
             if self._stopping:
-                channel.close()
+                return
+            if hello.session in self._engines:  # two came at once, and _admit saw neither
+                logger.warning("a second engine of session %s is closed", hello.session)
                 return
             pool, self._spare = self._spare or self._new_pool(), None
             engine = EngineSession(hello.session, channel, pool, functools.partial(self._describe, hello.session))
@@ -248,8 +300,11 @@ class Server:
             pool.refuse()
             if self._managed:
                 self.stop("the engine that started this packer is gone")
+            engine.disconnect()  # one that broke the protocol may live, not read, and hold its workers in a send
             with self._changed:
                 del self._engines[engine.name]
+                self._idle_since = time.monotonic()
+                self._changed.notify_all()
                 workers = [worker for worker in self._workers if worker.engine is engine]
             for worker in workers:
                 worker.disconnect()
@@ -257,9 +312,6 @@ class Server:
                 self._changed.wait_for(lambda: not any(worker.engine is engine for worker in self._workers))
             if not self._unfinished:
                 engine.close()
-            with self._changed:
-                self._idle_since = time.monotonic()
-                self._changed.notify_all()
 
     def _describe(self, session: str, output: str) -> str:
         """How far an output of one engine's workers is, in words."""
@@ -272,7 +324,6 @@ class Server:
         with self._changed:
             engine = self._engines.get(hello.session)
             if engine is None or self._stopping:
-                channel.close()
                 return
             worker = WorkerSession(
                 f"{hello.session}/{secrets.token_hex(2)}",
@@ -280,7 +331,7 @@ class Server:
                 engine,
                 self.device,
                 self.settings,
-                self._leave,
+                self._leaving,
                 self._die,
             )
             self._workers.add(worker)
@@ -293,6 +344,18 @@ class Server:
                 self._unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
+
+
+def _hang_up(peer: socket.socket) -> None:
+    """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
+    with suppress(OSError):  # it is closed already
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def raise_descriptor_limit() -> None:
+    """Have as many descriptors as the system lets this process have; the usual soft limit of 1024 is for select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(path: Path) -> socket.socket:

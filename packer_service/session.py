@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
-from packer_service.errors import DeviceError, PackerError, PeerClosed, ProtocolError
+from packer_service.errors import DescriptorLost, DeviceError, PackerError, PeerClosed, ProtocolError
 from packer_service.memory import check_memfd
 from packer_service.pool import Pool, Region
 from packer_service.protocol import (
@@ -64,6 +64,9 @@ _LIVENESS_POLL_S = 0.02
 _LEAVE_S = 0.5
 _COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
+MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
+MAX_ARENAS = 1024  # chunks of one worker: each is a mapping, and on the host device a descriptor
+_LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers
 
 
 class EngineSession:
@@ -81,13 +84,17 @@ class EngineSession:
         self._lock = threading.Lock()  # guards the announcements and the order of what is sent
         self._announced: set[int] = set()
         pool.on_trim = self._forget_segment
+        pool.owner = name
 
     def serve(self) -> None:
         """Take leases back until the engine is gone."""
         try:
             self.announce_segments()
             while True:
-                received = self._channel.receive()
+                try:
+                    received = self._channel.receive()
+                except DescriptorLost as error:  # no message of an engine needs one
+                    received = error.message, []
                 assert received is not None
                 message, fds = received
                 close_fds(fds)
@@ -100,7 +107,7 @@ class EngineSession:
                 assert isinstance(message, protocol.Release)
                 for lease in message.leases:
                     try:
-                        self.pool.release(lease)
+                        self.pool.end_lease(lease)
                     except ProtocolError as error:
                         self.bad_releases += 1
                         logger.warning("engine %s: %s", self.name, error)
@@ -109,6 +116,9 @@ class EngineSession:
         except ProtocolError as error:
             logger.error("engine %s broke the protocol and is disconnected: %s", self.name, error)
             _refuse(self._channel, str(error))
+        except OSError as error:
+            logger.error("engine %s cannot be served and is disconnected: %s", self.name, error)
+            _refuse(self._channel, f"the packer cannot serve you: {error}")
 
     def announce_segments(self) -> None:
         """Tell the engine of every segment it does not know yet, so that it maps them before an output needs them."""
@@ -126,6 +136,8 @@ class EngineSession:
                     self._channel.send(SegmentGone(number))
                 except PeerClosed:
                     pass  # it unmaps everything as it goes
+                except OSError as error:  # it keeps an empty mapping; the number is never used again
+                    logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
 
     def publish(self, message: OutputReady, fd: int | None = None) -> None:
         """Send one OUTPUT_READY. PeerClosed where the engine is gone."""
@@ -205,6 +217,7 @@ class WorkerSession:
         self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
         self._watched: Transfer | None = None  # watchdog only, with for how many of its looks
         self._looks = 0
+        self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
         self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
@@ -221,11 +234,16 @@ class WorkerSession:
         reason = ""
         try:
             while True:
-                received = self._channel.receive()
+                lost = None
+                try:
+                    received = self._channel.receive()
+                except DescriptorLost as error:
+                    received, lost = (error.message, []), error
                 assert received is not None
                 message, fds = received
                 try:
-                    self._handle(message, fds)
+                    if lost is None or not self._hand_back(message, lost):
+                        self._handle(message, fds)
                 except PeerClosed:  # an answer found nobody; what the worker sent before it died is still to be read
                     pass
                 finally:
@@ -237,13 +255,14 @@ class WorkerSession:
             _refuse(self._channel, str(error))
             reason = f"the worker broke the protocol: {error}"
             self._channel.shutdown()  # so that it exports elsewhere what it has here
+        except (DeviceError, OSError) as error:
+            logger.error("worker %s cannot be served and is disconnected: %s", self.name, error)
+            reason = f"the packer cannot serve this worker: {error}"
+            _refuse(self._channel, reason)
+            self._channel.shutdown()
         finally:
-            dead = self._see_off(reason or "the worker died before the output was complete on the device")
-            self._finishing.put(None)
-            self._finisher.join(_LEAVE_S if self._leave.is_set() else None)  # with nothing to wait for it ends at once
-            if finished := not self._finisher.is_alive():
-                self._close(dead)
-        return finished
+            ended = self._end(reason or "the worker died before the output was complete on the device")
+        return ended
 
     def _handle(self, message: protocol.Message, fds: list[int]) -> None:
         """One message. Takes out of ``fds`` the descriptors it keeps."""
@@ -273,9 +292,32 @@ class WorkerSession:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not a worker's to send")
 
-    def _map_arena(self, message: MapArena, fds: list[int]) -> None:
+    def _hand_back(self, message: protocol.Message, lost: DescriptorLost) -> bool:
+        """Hand back what needed the descriptor and serve on: that our table is full is no fault of this worker's.
+
+        False where the message needs none. Without its timeline a worker cannot be served at all.
+        """
+        match message:
+            case Skeleton():
+                self._take_second(message, [], str(lost))
+            case MapArena():
+                self._check_new(message)
+                self._arenas[message.arena] = str(lost)
+            case protocol.MapTimeline():
+                raise DeviceError(str(lost))
+            case _:
+                return False
+        logger.error("worker %s: %s", self.name, lost)
+        return True
+
+    def _check_new(self, message: MapArena) -> None:
         if message.arena in self._arenas:
             raise ProtocolError(f"arena chunk {message.arena} is mapped already")
+        if len(self._arenas) >= MAX_ARENAS:
+            raise ProtocolError(f"{MAX_ARENAS} arena chunks are mapped already")
+
+    def _map_arena(self, message: MapArena, fds: list[int]) -> None:
+        self._check_new(message)
         try:
             self._arenas[message.arena] = self._device.open_arena(message.handle, fds, message.nbytes)
         except (DeviceError, OSError) as error:
@@ -316,9 +358,12 @@ class WorkerSession:
                 self._unsubmitted += 1
         self._finishing.put(transfer)
 
-    def _take_second(self, message: Skeleton | Withdraw, fds: list[int]) -> None:
-        """The second and last message of an output: its skeleton, or that it goes another way."""
-        if isinstance(message, Skeleton):
+    def _take_second(self, message: Skeleton | Withdraw, fds: list[int], refusal: str = "") -> None:
+        """The second and last message of an output: its skeleton, or that it goes another way.
+
+        ``refusal``: why the output has to be handed back although the worker did nothing wrong.
+        """
+        if isinstance(message, Skeleton) and not refusal:
             if bool(message.host_nbytes) != bool(fds):
                 raise ProtocolError("host arrays and their memfd come together")
             if fds:
@@ -328,7 +373,12 @@ class WorkerSession:
             if transfer is None or transfer.second is not None:
                 raise ProtocolError(f"output {message.output} was not exported, or is settled already")
             transfer.second = message
-            transfer.host_fd = fds.pop() if fds else None
+            if fds and self._host_memfds >= MAX_HOST_MEMFDS:
+                refusal = f"{MAX_HOST_MEMFDS} outputs with host arrays wait for their copies already"
+            elif fds:
+                transfer.host_fd = fds.pop()
+                self._host_memfds += 1
+            transfer.abandoned = transfer.abandoned or refusal
             copied = transfer.copied
         if copied:
             self._settle(transfer)
@@ -342,6 +392,7 @@ class WorkerSession:
             if transfer.host_fd is not None:
                 close_fds([transfer.host_fd])
                 transfer.host_fd = None
+                self._host_memfds -= 1
             transfer.second = Withdraw(message.output, message.error)
             self._force(transfer.export.ready)
             copied = transfer.copied
@@ -374,6 +425,7 @@ class WorkerSession:
         except PackerError as error:
             if last:
                 transfer.abandoned = str(error)
+                self.engine.pool.complain()
             return
         try:
             transfer.marker = self._submit(transfer.export, transfer.regions)
@@ -459,8 +511,9 @@ class WorkerSession:
         digest = b""
         if not transfer.abandoned:
             (region,) = transfer.regions
-            data = region.segment.memory.buffer[region.offset : region.offset + region.nbytes]
-            digest = hashlib.sha256(data).digest()
+            # a view: the region may be as large as the pool, and a slice of the buffer would copy it
+            with memoryview(region.segment.memory.buffer)[region.offset : region.offset + region.nbytes] as data:
+                digest = hashlib.sha256(data).digest()
         self._drop(transfer)
         self._channel.send(Probed(digest, transfer.abandoned[:4000]))
 
@@ -471,11 +524,17 @@ class WorkerSession:
         message = OutputReady(
             transfer.output, leases, skeleton.payload, skeleton.mac, skeleton.host_nbytes, skeleton.payload_in_host
         )
+        self.engine.pool.lease(transfer.regions)
         try:
             self.engine.publish(message, transfer.host_fd)
-        except PeerClosed:
-            self._drop(transfer)
-            raise
+        except (PackerError, OSError) as error:
+            transfer.regions = self.engine.pool.reclaim(transfer.regions)
+            if isinstance(error, PeerClosed):
+                self._drop(transfer)
+                raise
+            transfer.abandoned = f"OUTPUT_READY could not be sent: {error}"
+            self._nack(transfer)
+            return
         transfer.regions = []  # the engine's now
         self._drop(transfer)
         self.outputs += 1
@@ -499,14 +558,30 @@ class WorkerSession:
         if transfer.host_fd is not None:
             close_fds([transfer.host_fd])
             transfer.host_fd = None
+            with self._lock:
+                self._host_memfds -= 1
 
     def _tell_engine(self, message: OutputReady) -> None:
         try:
             self.engine.publish(message)
         except PeerClosed:
             logger.info("output %s: its engine is gone too", message.output)
+        except OSError as error:
+            logger.error("output %s failed and its engine cannot be told: %s", message.output, error)
 
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> bool:
+        """See the finisher off, then give everything back. False where the packer stops and copies are still under way."""
+        dead = self._see_off(reason)
+        self._finishing.put(None)
+        self._finisher.join(_LEAVE_S if self._leave.is_set() else _LAST_SEND_S)
+        self._channel.shutdown()  # a worker that lives and does not read may hold the finisher in a send
+        self._finisher.join(_LEAVE_S if self._leave.is_set() else None)
+        if self._finisher.is_alive():
+            return False
+        self._close(dead)
+        return True
 
     def _see_off(self, reason: str) -> bool:
         """Wait until it is known whether the worker died and until the finisher has nothing left to wait for. Whether it died.

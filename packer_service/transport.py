@@ -18,7 +18,14 @@ from collections.abc import Callable
 from typing import cast
 
 from packer_service import protocol
-from packer_service.errors import HandshakeError, PackerUnavailable, PeerClosed, PeerHung, ProtocolError
+from packer_service.errors import (
+    DescriptorLost,
+    HandshakeError,
+    PackerUnavailable,
+    PeerClosed,
+    PeerHung,
+    ProtocolError,
+)
 from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused, Welcome
 
 _UCRED = struct.Struct("3i")
@@ -80,7 +87,8 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
         """The next message and its descriptors, which are the caller's to close. None where none came in time.
 
-        Raises PeerClosed at the end of the stream and ProtocolError for anything that is not an allowed message.
+        Raises PeerClosed at the end of the stream and ProtocolError for anything that is not an allowed message;
+        DescriptorLost for a message whose descriptor found no room in this process's table.
         """
         try:
             if timeout_s is not None and not self._poll.poll(max(timeout_s, 0.0) * 1e3):
@@ -96,13 +104,19 @@ class Channel:
         except OSError as error:
             raise PeerClosed(f"the connection broke: {error}") from error
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            # The kernel says MSG_CTRUNC both where more descriptors came than we take and where our table is full. In the
+            # first case it still delivers as many as we take, in the second it stops at the first that finds no place.
+            lost = bool(flags & socket.MSG_CTRUNC) and len(fds) < protocol.MAX_FDS
+            if flags & socket.MSG_TRUNC or (flags & socket.MSG_CTRUNC and not lost):
                 raise ProtocolError(
                     f"a message exceeds {protocol.MAX_MESSAGE_BYTES} bytes or {protocol.MAX_FDS} descriptor"
                 )
             if not data:
                 raise PeerClosed("the peer closed the connection")
-            return self.decoder(data), list(fds)
+            message = self.decoder(data)
+            if lost:
+                raise DescriptorLost(message)
+            return message, list(fds)
         except BaseException:
             close_fds(list(fds))
             raise

@@ -109,7 +109,7 @@ def test_an_output_larger_than_a_step_gets_a_segment_that_holds_it(new_pool):
 def test_at_its_limit_the_error_says_how_much_is_out_and_which_setting_mends_it(new_pool):
     pool = new_pool()
     pool.allocate(MIB)
-    with pytest.raises(PoolExhausted, match=r"1048576 of 2097152 are out in 1 leases.*pool_max_bytes = 2097152"):
+    with pytest.raises(PoolExhausted, match=r"1048576 of 2097152 bytes in 1 regions.*pool_max_bytes = 2097152"):
         pool.allocate(2 * MIB)
     assert pool.nbytes == 2 * MIB
 
