@@ -405,6 +405,27 @@ def test_an_engine_that_broke_the_protocol_and_does_not_read_does_not_hold_its_w
             wait_count(packer, kind, number)
 
 
+def test_two_engines_that_open_one_session_at_the_same_moment_leave_nothing_behind(packer, others):
+    before = {kind: count(packer, kind) for kind in ("task", "fd")}
+    for _ in range(50):
+        name = secrets.token_hex(8)
+        with contextlib.ExitStack() as stack:
+            twins = []
+            for _ in range(2):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                sock.connect(packer.socket)
+                channel = Channel(sock, protocol.from_server)
+                challenge, _ = channel.receive(DEADLINE_S)
+                proof = protocol.client_proof(packer.key, challenge, "engine", name, bytes(32))
+                twins.append((channel, protocol.Hello(protocol.VERSION, "engine", name, bytes(32), proof)))
+            for channel, hello in twins:
+                channel.send(hello)
+            answers = [channel.receive(DEADLINE_S)[0] for channel, _ in twins]
+            assert any(isinstance(answer, protocol.Welcome) for answer in answers)
+    for kind, number in before.items():
+        wait_count(packer, kind, number)
+
+
 # -- floods ------------------------------------------------------------------------------------------------------------
 
 
