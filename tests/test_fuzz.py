@@ -21,5 +21,5 @@ def test_a_live_packer_answers_or_hangs_up_and_serves_others_right(seed):
     assert result["failures"] == []
     assert result["answered"] > 400
     assert result["closed"] > 400
-    assert result["delivered_with_leases"] > 20
+    assert result["delivered_with_leases"] > 5
     assert result["honest_transfers"] > 10

@@ -13,7 +13,6 @@ import resource
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -36,7 +35,7 @@ from packer_process import (
 
 from packer_service import protocol
 from packer_service.config import Settings
-from packer_service.devices.host import HostDevice, HostTimeline
+from packer_service.devices.host import HostDevice
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.pool import Budget, Pool
@@ -262,12 +261,13 @@ def in_process(device: HostDevice) -> Iterator[tuple[EngineSession, Channel, thr
     ours, engines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
-        contextlib.closing(EngineSession("engine", MuteChannel(ours, protocol.from_engine), pool)) as engine,
+        contextlib.closing(EngineSession("engine", MuteChannel(ours, protocol.from_engine), pool, str)) as engine,
         contextlib.closing(Channel(workers, protocol.to_worker)) as worker,
         contextlib.closing(engines),
         contextlib.closing(SharedMemory.create("arena", 4096)) as arena,
     ):
-        served = WorkerSession("worker", Channel(theirs, protocol.from_worker), engine, device, Settings())
+        channel = Channel(theirs, protocol.from_worker)
+        served = WorkerSession("worker", channel, engine, device, Settings(), threading.Event(), lambda reason: None)
         thread = threading.Thread(target=served.serve, daemon=True)
         thread.start()
         worker.send(MapTimeline(), arena.fd)
@@ -312,7 +312,7 @@ def counter_held_at_zero(worker: Worker) -> Iterator[None]:
     def hold():
         while not stop.is_set():
             for _ in range(1000):
-                struct.pack_into("<Q", worker.timeline.buffer, 0, 0)
+                worker.timeline.counter = 0
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -323,7 +323,9 @@ def counter_held_at_zero(worker: Worker) -> Iterator[None]:
         thread.join()
 
 
-def test_a_worker_that_moves_its_counter_back_does_not_hold_its_thread(packer, others):
+def test_a_worker_that_broke_the_protocol_and_moves_its_counter_back_holds_nothing_but_its_own_until_it_dies(
+    packer, others
+):
     before = {kind: count(packer, kind) for kind in ("task", "fd")}
     with session(packer) as (engine, worker):
         worker.export("pending", worker.write(b"x"), complete=False)
@@ -331,45 +333,14 @@ def test_a_worker_that_moves_its_counter_back_does_not_hold_its_thread(packer, o
         with counter_held_at_zero(worker):
             worker.channel._socket.send(b"\xc1")
             assert isinstance(worker.answer(), Refused)
-            assert isinstance(worker.answer(), Nack)
+            with contextlib.closing(Worker(packer, engine.session)) as another:
+                transfer(engine, another)
             engine.close()
-            for kind, number in before.items():
-                wait_count(packer, kind, number)
-
-
-def test_a_counter_that_was_forced_releases_a_wait_whatever_is_written_to_the_page():
-    page = SharedMemory.create("timeline", 4096)
-    timeline = HostTimeline(page)
-    timeline.force(5)
-    struct.pack_into("<Q", page.buffer, 0, 0)
-    thread = threading.Thread(target=timeline.wait, args=(5,), daemon=True)
-    thread.start()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-    timeline.close()
-
-
-class OverwrittenTimeline(HostTimeline):
-    """A GPU's counter page, which knows no more than what is in it, and a worker that undoes the first attempts to force it."""
-
-    attempts = 0
-
-    def force(self, value):
-        self.attempts += 1
-        if self.attempts > 3:
-            super().force(value)
-
-
-def test_a_counter_is_forced_until_the_copies_have_passed():
-    device = HostDevice()
-    device.open_timeline = OverwrittenTimeline
-    with in_process(device) as (engine, worker, thread, _):
-        worker.send(Export("output", 1, (Piece(0, 0, 10),)))
-        worker.send(Skeleton("output", b"", MAC))
+            with session(packer) as (other_engine, its_worker):
+                transfer(other_engine, its_worker, POOL)
         worker.close()
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-        assert not engine.pool.leased_bytes
+        for kind, number in before.items():
+            wait_count(packer, kind, number)
 
 
 def test_a_worker_that_broke_the_protocol_and_does_not_read_does_not_hold_its_thread(packer, others):
@@ -382,7 +353,6 @@ def test_a_worker_that_broke_the_protocol_and_does_not_read_does_not_hold_its_th
         worker.channel._socket.send(b"\xc1")
         worker.reach(worker.value)
         assert {engine.next().output for _ in range(number)} == {f"output-{n}" for n in range(number)}
-        wait_count(packer, "task", before["task"] + 2)  # the engine's and its pool's
     for kind, before_ in before.items():
         wait_count(packer, kind, before_)
 
@@ -401,6 +371,7 @@ def test_an_engine_that_broke_the_protocol_and_does_not_read_does_not_hold_its_w
         with contextlib.suppress(PeerClosed):
             while worker.answer():
                 pass
+        worker.close()
         for kind, number in before.items():
             wait_count(packer, kind, number)
 
