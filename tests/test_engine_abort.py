@@ -184,9 +184,9 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing(clean):
         wait_until(lambda: not states, "the engine is done with it")
 
 
-def test_a_thousand_requests_of_which_a_third_is_aborted_and_a_third_left_keep_nothing(clean):
-    """No gates here: whatever races there are besides. Small outputs, so that a thousand take seconds."""
-    for start in range(0, 1002, 102):
+def test_300_requests_of_which_a_third_is_aborted_and_a_third_left_keep_nothing(clean):
+    """No gates here: whatever races there are besides."""
+    for start in range(0, 306, 102):
         made = [clean.request(seed=start + n, height=16, width=16, num_inference_steps=1) for n in range(102)]
         futures = [clean.submit(request) for request in made]
         for number, (request, future) in enumerate(zip(made, futures, strict=True)):
@@ -235,7 +235,7 @@ def test_what_is_pending_says_how_the_packer_is(clean):
 
 
 @pytest.mark.parametrize("mode", ["request", "step"])
-def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(mode, monkeypatch):
+def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(mode, monkeypatch, caplog):
     pipeline, config = MODES[mode]
     residue = Residue()
     failed = threading.Event()
@@ -251,4 +251,5 @@ def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(mode, mon
         assert failed.wait(DEADLINE_S)
         assert engine.executor.is_dead
         del results
+    caplog.clear()  # its record of the traceback, with the message in it
     residue.assert_none()
