@@ -9,6 +9,7 @@ end     vllm-omni's own shutdown (workers, then pumps) -> engine sessions -> pac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import secrets
@@ -232,6 +233,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     def _dequeue_one_with_failure_polling(self, *args: Any, **kwargs: Any) -> Any:
         """vllm-omni's own: the next synchronous reply. Whatever becomes of it, its placeholders are watched from here on."""
         reply = super()._dequeue_one_with_failure_polling(*args, **kwargs)
+        if isinstance(reply, dict) and any(output.async_output_id is not None for output in in_reply(reply)):
+            # a copy: the pump that read a wave's reply keeps its message until the next one comes
+            reply = {**reply, "output": dataclasses.replace(reply["output"])}
         for output in in_reply(reply):
             if output.async_output_id is not None:
                 self._unclaimed.watch(output)
