@@ -473,3 +473,9 @@ def test_a_plan_gives_every_array_aligned_bytes_of_its_own_and_every_large_one_a
         for (offset, nbytes), (following, _) in itertools.pairwise(sorted(held)):
             assert offset + nbytes <= following
             assert offset != following
+
+
+def test_a_single_element_with_a_stride_has_flat_bytes():
+    tensor = torch.arange(4, dtype=torch.float32)[2::2][:1]
+    assert tensor.stride() == (2,)
+    assert skeleton.flat_bytes(tensor).view(torch.float32).tolist() == [2.0]

@@ -174,7 +174,9 @@ class _Pickler(pickle.Pickler):
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values, densely and in order, as flat uint8; a view where the layout allows, a copy otherwise."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    if not plain.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def dump(
