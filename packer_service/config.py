@@ -79,6 +79,9 @@ class Settings:
     overflow_max_bytes: int = _setting(
         2 * GIB, "outputs that may wait beside a full arena, as clones in torch's own memory", kind="bytes", least=0
     )
+    min_bytes: int = _setting(
+        0, "an output with fewer bytes of tensors than this takes vllm-omni's own path", kind="bytes", least=0
+    )
     wait_s: float = _setting(
         2.0,
         "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -48,6 +49,30 @@ def run(running: RunningEngine, *requests: dict[str, Any]) -> list[Any]:
 
 def outputs(running: RunningEngine, *requests: dict[str, Any]) -> list[Any]:
     return [result.output for result in run(running, *requests)]
+
+
+def in_one_wave(running: RunningEngine, *requests: dict[str, Any]) -> list[Any]:
+    """The results of requests that the worker is given together: the engine's thread is held until all are there."""
+    engine, gate = running.diffusion_engine, threading.Event()
+    execute, inside = engine.execute_fn, threading.Event()
+
+    def held(scheduled: Any) -> Any:
+        inside.set()
+        assert gate.wait(DEADLINE_S)
+        return execute(scheduled)
+
+    engine.execute_fn = held
+    try:
+        ahead = running.submit(running.request(seed=0, height=16, width=16))
+        assert inside.wait(DEADLINE_S)
+        futures = [running.submit(running.request(**request)) for request in requests]
+        states = engine.scheduler._request_states
+        wait_until(lambda: len(states) == 1 + len(requests), "all requests are scheduled")
+    finally:
+        engine.execute_fn = execute
+        gate.set()
+    ahead.result(DEADLINE_S)
+    return [future.result(DEADLINE_S) for future in futures]
 
 
 class References:
@@ -130,6 +155,28 @@ def wait_settled(running: RunningEngine) -> dict[str, Any]:
         return state if state["pending"] == 0 and state["arena_idle"] else None
 
     return wait_until(settled, "the worker's outputs settle")
+
+
+def nothing_kept(running: RunningEngine) -> None:
+    """Until nothing of any output is left: in the worker, at the engine, in the pool. The caller holds none either."""
+    executor = running.executor
+
+    def kept() -> dict[str, int]:
+        gc.collect()
+        counts = {
+            "waited for": len(executor._output_futures),
+            "cached": len(executor._completed_outputs),
+            "unsplit batches": len(executor._batch_split_map),
+            "unclaimed": len(executor._unclaimed),
+            "leases": leases(running).outstanding,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    wait_settled(running)
+    try:
+        wait_until(lambda: not kept(), "nothing is kept")
+    except AssertionError:
+        raise AssertionError(f"kept: {kept()}") from None
 
 
 def packer_memory(pid: int | str = "self") -> list[range]:

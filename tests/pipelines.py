@@ -10,12 +10,22 @@ that it can be collected, and skipped, where vllm-omni is not installed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, ClassVar
 
+import PIL.Image
 import torch
 from torch import nn
 from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.media import (
+    DiffusionMediaOutput,
+    VideoMediaOutput,
+    VideoTensorEncoding,
+    VideoTensorLayout,
+    VideoTensorSpec,
+    VideoValueRange,
+)
 
 DTYPE_ENVIRONMENT = "PIPELINE_DTYPE"
 """The dtype of requests that name none; float32 if unset."""
@@ -144,8 +154,54 @@ def a_wordy_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> Diffus
     return DiffusionOutput(output={"output": {"image": image, "text": f"{params.seed:04}" * 25_000}})
 
 
+def a_typed_video(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    """`DiffusionOutput.media`: what video pipelines return instead of a bare tensor. Pixels from -1 to 1."""
+    spec = VideoTensorSpec(
+        VideoTensorLayout.BCTHW, VideoTensorEncoding.NORMALIZED_FLOAT, VideoValueRange.NEGATIVE_ONE_TO_ONE
+    )
+    return DiffusionOutput(media=DiffusionMediaOutput(VideoMediaOutput(image * 2 - 1, spec)))
+
+
+@dataclasses.dataclass
+class Custom:
+    """A class that is no container vllm-omni knows, with a tensor in it."""
+
+    name: str
+    tensor: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and self.name == other.name and torch.equal(self.tensor, other.tensor)
+
+
+def everything(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    """What else an output carries: pictures, audio, custom objects, trajectories, durations."""
+    host = image.float().cpu()
+    pixels = (host[0, :, 0].permute(1, 2, 0) * 255).to(torch.uint8).numpy()
+    return DiffusionOutput(
+        output={
+            "output": {
+                "video_and_audio": (image, image.float().flatten()[:16000]),
+                "pictures": [PIL.Image.fromarray(pixels), PIL.Image.fromarray(255 - pixels)],
+                "custom": Custom("of the request", host[0, 0]),
+                "array": host.numpy()[..., ::2],
+                "text": f"{params.seed:04}" * 25_000,
+            }
+        },
+        trajectory_latents=image.float() * 2,
+        trajectory_timesteps=torch.arange(3),
+        trajectory_log_probs=-image.float().flatten()[:3],
+        trajectory_decoded=[PIL.Image.fromarray(pixels)],
+        stage_durations={"denoise": 1.5},
+        peak_memory_mb=7.0,
+    )
+
+
 def an_unpicklable_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
     return DiffusionOutput(output={"output": {"image": image, "callable": lambda: None}})
+
+
+def a_small_unpicklable_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    return DiffusionOutput(output={"output": {"image": image[..., :2, :2].clone(), "callable": lambda: None}})
 
 
 def an_error_raised(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
@@ -168,7 +224,10 @@ BEHAVIOURS = {
     "dict": a_dict,
     "trajectory": a_trajectory,
     "wordy": a_wordy_dict,
+    "media": a_typed_video,
+    "everything": everything,
     "unpicklable": an_unpicklable_dict,
+    "small_unpicklable": a_small_unpicklable_dict,
     "error": an_error_raised,
     "output_error": an_error_returned,
 }

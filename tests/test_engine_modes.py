@@ -1,4 +1,4 @@
-"""The ways PackerDiffusionExecutor can be set up: sidecar, no packer to be had, step mode, settings."""
+"""The ways PackerDiffusionExecutor can be set up: sidecar, no packer to be had, settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from engine_checks import (
     wait_settled,
     warnings_logged,
 )
-from engine_harness import STREAM, RunningEngine, engine
+from engine_harness import RunningEngine, engine
 from packer_process import Packer, running_packer, wait_until
 
 from packer_service.errors import HandshakeError, PackerUnavailable, SettingError
@@ -35,24 +36,6 @@ IMAGE = {"height": 512, "width": 512}  # 3 MiB of float32
 MIXED = [
     {"seed": seed, "behaviour": name, **IMAGE} for seed, name in enumerate(("image", "views", "bfloat16", "small"))
 ]
-
-
-# -- step mode ---------------------------------------------------------------------------------------------------------
-
-
-# First in this module, because `uni` allows no second engine of its kind beside the one below.
-def test_step_mode_takes_vllm_omnis_own_path_and_streams_the_same_outputs():
-    """With no streaming it is the same path: the last chunk's."""
-    requests = [{"seed": seed, "height": 64 + 448 * (seed % 2)} for seed in range(6)]
-    with engine("uni", "StepPipeline", **STREAM) as running:
-        expected = [[output.clone() for output in result.outputs] for result in run(running, *requests)]
-    residue = Residue()
-    with packer_engine("StepPipeline", **STREAM) as running:
-        assert running.executor.packer_pids == []
-        assert exporter_state(running) == {}
-        received = [result.outputs for result in run(running, *requests)]
-    assert_same(received, expected)
-    residue.assert_none()
 
 
 # -- references and sidecar --------------------------------------------------------------------------------------------
@@ -200,6 +183,7 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     residue = Residue()
     settings = no_packer(why, sidecar, tmp_path, monkeypatch)
     executor = object.__new__(PackerDiffusionExecutor)
+    executor.od_config = SimpleNamespace(step_execution=True)
     executor._keepers, executor._supervisor, executor._delivered = [], None, Delivered()
     with warnings_logged() as warnings:
         handoff = executor._open_packers(Settings.load(settings))

@@ -15,26 +15,44 @@ SUPPORTED = ("0.30",)  # vllm-omni's releases, major.minor
 
 _EXECUTOR = "vllm_omni.diffusion.executor.multiproc_executor:MultiprocDiffusionExecutor"
 _WORKER = "vllm_omni.diffusion.worker.diffusion_worker:WorkerProc"
+_ENGINE = "vllm_omni.diffusion.diffusion_engine:DiffusionEngine"
 
 # (where, the parameters it must take, the names its code must use: globals, attributes and methods)
 HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    (f"{_EXECUTOR}._init_executor", ("self",), ("_launch_workers", "_init_result_queue", "_start_result_pump")),
+    (
+        f"{_EXECUTOR}._init_executor",
+        ("self",),
+        ("_launch_workers", "_init_result_queue", "_start_result_pump", "step_execution", "_failure_callbacks"),
+    ),
     (f"{_EXECUTOR}._launch_workers", ("self", "broadcast_handle", "wake_events"), ("WorkerProc", "worker_main")),
     (f"{_EXECUTOR}._init_result_queue", ("self", "result_handle"), ()),
     (f"{_EXECUTOR}._start_result_pump", ("self",), ("_result_pump_threads", "_result_mqs")),
-    (f"{_EXECUTOR}._result_pump", ("self", "result_mq"), ("dequeue", "_finish_output", "_batch_split_map")),
+    (
+        f"{_EXECUTOR}._result_pump",
+        ("self", "result_mq"),
+        ("dequeue", "_finish_output", "_batch_split_map", "_pump_stop", "_is_failed"),
+    ),
+    (
+        f"{_EXECUTOR}._dequeue_one_with_failure_polling",
+        ("self", "deadline", "method", "result_mq"),
+        ("step_execution",),
+    ),
+    (f"{_EXECUTOR}.execute_batch", ("self", "scheduler_output"), ("execute_request", "async_output_id")),
+    (f"{_EXECUTOR}.execute_request", ("self", "scheduler_output"), ("any_selected_component_uses_allgather",)),
+    (f"{_EXECUTOR}.wait_output_ready", ("self", "async_output_id"), ("_completed_outputs", "_output_futures")),
+    (f"{_EXECUTOR}.drop_output", ("self", "async_output_id"), ("_completed_outputs", "_output_futures")),
+    (f"{_EXECUTOR}.describe_pending_state", ("self", "async_output_id"), ()),
     (
         f"{_EXECUTOR}._finish_output",
         ("self", "async_output_id", "result", "exc"),
         ("_output_futures", "_completed_outputs"),
     ),
     (f"{_EXECUTOR}._deliver_batch_split", ("self", "per_req_map", "batch_output", "error"), ("_finish_output",)),
-    (f"{_EXECUTOR}.describe_pending_state", ("self", "async_output_id"), ()),
     (f"{_EXECUTOR}.shutdown", ("self",), ("_result_pump_threads", "_pump_stop")),
     (
         f"{_WORKER}.__init__",
         ("self", "od_config", "gpu_id"),
-        ("_create_worker", "_async_output_loop", "_async_output_queue"),
+        ("_create_worker", "_async_output_loop", "_async_output_queue", "_async_output_thread", "step_execution"),
     ),
     (f"{_WORKER}._create_worker", ("self", "gpu_id"), ()),
     (f"{_WORKER}._return_result", ("self", "output", "rpc_id"), ("_async_output_queue", "_async_output_pending")),
@@ -44,6 +62,18 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (f"{_WORKER}.drain_async_outputs", ("self", "timeout"), ("_async_output_pending", "_async_output_done")),
     (f"{_WORKER}.shutdown", ("self",), ("_async_output_thread",)),
     (f"{_WORKER}.worker_main", (), ("WorkerProc",)),
+    # The engine waits for whatever carries an async_output_id, and drops it for a request that was aborted.
+    (f"{_ENGINE}.step_streaming", ("self", "request"), ("async_output_id", "wait_output_ready")),
+    (f"{_ENGINE}.get_output_stream", ("self", "request_id"), ("finished",)),
+    (
+        f"{_ENGINE}._finalize_finished_request",
+        ("self", "request_id", "runner_output"),
+        ("async_output_id", "drop_output", "result"),
+    ),
+    ("vllm_omni.diffusion.offloader.config:any_selected_component_uses_allgather", ("config",), ()),
+    ("vllm_omni.diffusion.media:DiffusionMediaOutput.validate", ("self",), ("prepared_for_transport",)),
+    ("vllm_omni.diffusion.worker.utils:RunnerOutput", ("request_id", "finished", "result", "async_output_id"), ()),
+    ("vllm_omni.diffusion.data:DiffusionOutput", ("async_output_id", "finished", "error", "aborted", "media"), ()),
     ("vllm_omni.diffusion.ipc:pack_diffusion_output_shm", ("output", "d2h_stream"), ()),
     ("vllm_omni.diffusion.ipc:unpack_diffusion_output_shm", ("output",), ()),
     ("vllm_omni.diffusion.data:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),

@@ -11,6 +11,7 @@ between a packer that dies is brought back by its keeper; a worker that dies end
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import secrets
@@ -19,6 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.executor import multiproc_executor
 from vllm_omni.platforms import current_omni_platform
 
@@ -28,15 +30,53 @@ from worker_shim import compat
 from worker_shim.handoff import Handoff
 from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
+from worker_shim.placeholder import Unclaimed, in_reply
 from worker_shim.receiver import Delivered
 from worker_shim.result_queue import OnceQueue
+from worker_shim.step import LateQueue
 from worker_shim.supervisor import Supervisor
 from worker_shim.worker import worker_main
 
 logger = get_logger(__name__)
 
 _LAST_OUTPUTS_S = 5.0
-_REPLY_RANKS = frozenset({0})  # of request mode; the other ranks send no outputs
+
+
+def reply_ranks(od_config: OmniDiffusionConfig) -> frozenset[int]:
+    """The workers that reply with outputs: the first of each DP replica where vllm-omni runs DP waves, else the first.
+
+    Waves are what its ``execute_request`` sends to all replicas where an offloaded component gathers its weights from
+    them; the other ranks (TP, SP, CFG, PP; DP without such offload) compute and send nothing.
+    """
+    from vllm_omni.diffusion.offloader.config import any_selected_component_uses_allgather
+
+    if od_config.step_execution:
+        return frozenset({0})
+    parallel = od_config.parallel_config
+    replicas = parallel.data_parallel_size
+    if replicas <= 1 or not any_selected_component_uses_allgather(od_config):
+        return frozenset({0})
+    replica_size = (
+        parallel.tensor_parallel_size
+        * parallel.sequence_parallel_size
+        * parallel.pipeline_parallel_size
+        * parallel.cfg_parallel_size
+    )
+    return frozenset(replica * replica_size for replica in range(replicas))
+
+
+def check_media(output: DiffusionOutput) -> None:
+    """What vllm-omni checks when it packs and unpacks typed media. TypeError or ValueError says what is wrong."""
+    from vllm_omni.diffusion.media import DiffusionMediaOutput
+
+    if output.output is not None:
+        raise ValueError("DiffusionOutput cannot contain both media and legacy output")
+    media = output.media
+    if not isinstance(media, DiffusionMediaOutput):
+        raise TypeError(f"DiffusionOutput.media must be DiffusionMediaOutput, got {type(media).__name__}")
+    media.validate()
+    if not media.prepared_for_transport:
+        raise ValueError("Diffusion media must be prepared before it leaves the worker")
 
 
 class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
@@ -47,21 +87,24 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     PackerUnavailable where ``fallback="fail"``.
     """
 
+    _reply_ranks: frozenset[int] = frozenset()
+
     def _init_executor(self) -> None:
         self._shutdown_lock = threading.RLock()
         self._supervisor: Supervisor | None = None
         self._keepers: list[PackerKeeper] = []
         self._handoff: Handoff | None = None
         self._delivered = Delivered()
+        self._late: LateQueue | None = None
         settings = Settings.load((self.od_config.additional_config or {}).get("packer"))
-        if self.od_config.step_execution:
-            logger.info("step mode: outputs take vllm-omni's own path")
-        else:
-            self._handoff = self._open_packers(settings)
+        self._unclaimed = Unclaimed(self.drop_output)
         try:
+            self._handoff = self._open_packers(settings)
             super()._init_executor()
+            if self.od_config.step_execution:
+                self._start_late_pumps()
         except BaseException:
-            self._close_packers()
+            self._close_all()
             raise
 
     def _open_packers(self, settings: Settings) -> Handoff | None:
@@ -76,6 +119,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             if found:
                 raise PackerUnavailable("; ".join(found))
             known = True
+            self._reply_ranks = reply_ranks(self.od_config)
             packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
             for socket, restart in packers.items():
@@ -95,7 +139,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             )
             return Handoff(settings, "", {}, frozenset(), b"", b"") if known else None
         by_device = {keeper.welcome.device_uuid: keeper.socket for keeper in self._keepers}
-        return Handoff(settings, session, by_device, _REPLY_RANKS, key, mac_key)
+        return Handoff(settings, session, by_device, self._reply_ranks, key, mac_key)
 
     def _start_or_find(self, settings: Settings) -> tuple[dict[str, Callable[[], None] | None], bytes]:
         """The sockets of the packers, one a GPU, with what starts each again where that is ours to do, and their key."""
@@ -107,8 +151,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         if kind not in ("cuda", "cpu") or (kind == "cuda" and not current_omni_platform.is_cuda()):
             raise PackerUnavailable(f"the packer copies from NVIDIA GPUs, and this platform is {kind!r}")
         self._supervisor = supervisor = Supervisor(settings)
-        for rank in sorted(_REPLY_RANKS):
-            supervisor.start(f"cuda:{rank}" if kind == "cuda" else "host")
+        for device in [f"cuda:{rank}" for rank in sorted(self._reply_ranks)] if kind == "cuda" else ["host"]:
+            supervisor.start(device)
         restarts = {packer.socket: functools.partial(supervisor.restart, packer) for packer in supervisor.packers}
         return {**restarts}, supervisor.key
 
@@ -123,13 +167,15 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         if self._handoff is None:
             return launch(self, *args, **kwargs)
         reader, writer = multiprocessing.Pipe(duplex=False)
-        entry = functools.partial(worker_main, handoff=self._handoff, refusals=writer)
+        late_reader, late_writer = multiprocessing.Pipe(duplex=False)
+        self._late = LateQueue(late_reader)
+        entry = functools.partial(worker_main, handoff=self._handoff, refusals=writer, late=late_writer)
         ours = types.SimpleNamespace(worker_main=entry)
         namespace = {**launch.__globals__, "WorkerProc": ours}
         rebound = types.FunctionType(
             launch.__code__, namespace, launch.__name__, launch.__defaults__, launch.__closure__
         )
-        with reader, writer:
+        with reader, writer, late_writer:
             try:
                 return rebound(self, *args, **kwargs)
             except Exception as error:
@@ -139,16 +185,92 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        return own if self._handoff is None else OnceQueue(own, self._delivered)
+        if self._handoff is None or self.od_config.step_execution:  # in step mode only replies come this way
+            return own
+        return OnceQueue(own, self._delivered)
+
+    # -- pumps ---------------------------------------------------------------------------------------------------------
 
     def _start_result_pump(self) -> None:
         super()._start_result_pump()
+        self._start_packer_pumps()
+
+    def _start_late_pumps(self) -> None:
+        """The pumps of step mode, where vllm-omni starts none; see ``worker_shim.step``."""
+        with self._shutdown_lock:
+            self._result_pump_threads: list[threading.Thread] = []
+            if self._late is None or self._closed:
+                return
+            self._start_packer_pumps()
+            self._start_pump(OnceQueue(self._late, self._delivered), "PackerLatePump")
+
+    def _start_packer_pumps(self) -> None:
         for number, keeper in enumerate(self._keepers):
-            thread = threading.Thread(
-                target=self._result_pump, args=(keeper.queue,), daemon=True, name=f"PackerResultPump-{number}"
-            )
-            self._result_pump_threads.append(thread)
-            thread.start()
+            self._start_pump(keeper.queue, f"PackerResultPump-{number}")
+
+    def _start_pump(self, result_queue: Any, name: str) -> None:
+        thread = threading.Thread(target=self._result_pump, args=(result_queue,), daemon=True, name=name)
+        self._result_pump_threads.append(thread)
+        thread.start()
+
+    def _result_pump(self, result_mq: Any = None) -> None:
+        """vllm-omni's own; if it ends before it is told to, the executor fails as it does when a worker dies.
+
+        vllm-omni's would end silently, and every request wait for its timeout.
+        """
+        try:
+            super()._result_pump(result_mq)
+        except Exception:
+            logger.exception("the thread that takes outputs from %s failed", result_mq)
+        if not self._pump_stop.is_set() and not self._is_failed:
+            self._fail(f"{threading.current_thread().name} ended")
+
+    def _fail(self, why: str) -> None:
+        """As vllm-omni's worker monitor does for a dead worker."""
+        logger.error("packer: the executor fails: %s", why)
+        self._is_failed = True
+        self.shutdown()
+        for callback in self._failure_callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("failure_callback raised")
+
+    # -- placeholders --------------------------------------------------------------------------------------------------
+
+    def _dequeue_one_with_failure_polling(self, *args: Any, **kwargs: Any) -> Any:
+        """vllm-omni's own: the next synchronous reply. Whatever becomes of it, its placeholders are watched from here on."""
+        reply = super()._dequeue_one_with_failure_polling(*args, **kwargs)
+        if isinstance(reply, dict) and any(output.async_output_id is not None for output in in_reply(reply)):
+            # a copy: the pump that read a wave's reply keeps its message until the next one comes
+            reply = {**reply, "output": dataclasses.replace(reply["output"])}
+        for output in in_reply(reply):
+            if output.async_output_id is not None:
+                self._unclaimed.watch(output)
+        return reply
+
+    def execute_batch(self, scheduler_output: Any) -> Any:
+        """vllm-omni's own, with a placeholder of ours where vllm-omni would make one later that nobody watches.
+
+        An output without its id beside it (a DP wave's) gets that: vllm-omni drops it by that id after an abort.
+        """
+        output: Any = super().execute_batch(scheduler_output)
+        if self._handoff is not None:
+            for part in output.runner_outputs:
+                if part.result is None and part.async_output_id is not None:
+                    part.result = DiffusionOutput(async_output_id=part.async_output_id)
+                    self._unclaimed.watch(part.result)
+                elif part.result is not None:
+                    part.async_output_id = part.result.async_output_id
+        return output
+
+    def wait_output_ready(self, async_output_id: str) -> Any:
+        self._unclaimed.take(async_output_id)
+        return super().wait_output_ready(async_output_id)
+
+    def drop_output(self, async_output_id: str) -> None:
+        self._unclaimed.take(async_output_id)
+        super().drop_output(async_output_id)
 
     def _finish_output(self, async_output_id: str, result: Any, exc: BaseException | None) -> None:
         """vllm-omni's own, under its lock, plus a batch whose split map came while the pump unpacked its output.
@@ -158,18 +280,23 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         """
         per_request = self._batch_split_map.pop(async_output_id, None)
         if per_request is None:
+            if isinstance(result, DiffusionOutput) and result.media is not None:
+                try:
+                    check_media(result)
+                except (TypeError, ValueError) as error:
+                    result, exc = None, error
             super()._finish_output(async_output_id, result, exc)
         else:
             self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
     def describe_pending_state(self, async_output_id: str | None = None) -> str:
         """vllm-omni's own, and how far the packer is with that output."""
-        own = super().describe_pending_state(async_output_id)
+        own = f"{super().describe_pending_state(async_output_id)} unclaimed={len(self._unclaimed)}"
         exported = (async_output_id or "").partition("/")[0]  # a member of a batch is named batch/member
         if not exported or not self._keepers:
             return own
         if exported in self._delivered:
-            return f"{own} packer=[delivered to the engine]"
+            return f"{own} packer=['delivered to the engine']"
         return f"{own} packer={[keeper.queue.describe(exported) for keeper in self._keepers]}"
 
     def shutdown(self) -> None:
@@ -182,7 +309,14 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             try:
                 super().shutdown()
             finally:
-                self._close_packers()
+                self._close_all()
+
+    def _close_all(self) -> None:
+        self._close_packers()
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+        self._unclaimed.close()
 
     def _await_dead_workers(self) -> None:
         """What a worker had finished before it died is delivered before anybody is told that it died."""

@@ -321,12 +321,17 @@ class Exporter:
                 )
                 return
         except Exception:
-            staged.failed = True
-            self._send_second(staged, Withdraw(staged.output_id))
+            self.withdraw(staged)
             raise
         payload = staged.payload
         mac = skeleton.mac(self._mac_key, staged.output_id, payload)
         self._send_second(staged, Skeleton(staged.output_id, b"" if tail else payload, mac, host_bytes, tail))
+
+    def withdraw(self, staged: Staged) -> None:
+        """Forget an output that the engine was not promised, or was told of: what it holds comes back with the ack."""
+        self._uplink.flush()
+        staged.failed = True
+        self._send_second(staged, Withdraw(staged.output_id))
 
     def _pickle(self, staged: Staged, salvage: Salvage) -> tuple[int, int]:
         """Make the payload and the memfd of host arrays, and let go of the output.

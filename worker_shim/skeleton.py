@@ -95,7 +95,11 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
         elif isinstance(value, (list, tuple)):
             children = value
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            children = vars(value).values() if hasattr(value, "__dict__") else ()
+            children = (
+                vars(value).values()
+                if hasattr(value, "__dict__")
+                else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
+            )
         else:
             return
         if depth >= _MAX_DEPTH or id(value) in seen:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import pickle
+import queue
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -26,6 +28,8 @@ from worker_shim.export import Exporter, Staged
 from worker_shim.export_device import open_export_device
 from worker_shim.handoff import Handoff
 from worker_shim.log import get_logger
+from worker_shim.placeholder import replace_in_reply
+from worker_shim.step import outputs_nbytes
 
 logger = get_logger(__name__)
 
@@ -43,11 +47,33 @@ class _HandedBack(NamedTuple):
     reason: str
 
 
+class _Unsent(NamedTuple):
+    """An output whose placeholder never left: the engine does not know of it."""
+
+    staged: Staged
+
+
 class PackerWorkerProc(diffusion_worker.WorkerProc):
-    """Overrides what happens to an output after the forward, and nothing else. ``handoff`` is set by ``worker_main``."""
+    """Overrides what happens to an output after the forward, and nothing else.
+
+    ``handoff`` and ``late`` are set by ``worker_main``. ``late`` is the way of what comes after its reply in step mode,
+    where the engine reads the worker's own queue for replies only; the export thread alone writes to it.
+    """
 
     handoff: Handoff
+    late: Connection
     exporter: Exporter | None = None
+    _async_output_queue: Any
+    _async_output_thread: threading.Thread | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exporter is not None and self._async_output_thread is None:  # in step mode vllm-omni starts none
+            self._async_output_queue = queue.Queue()
+            self._async_output_thread = threading.Thread(
+                target=self._async_output_loop, daemon=True, name="DiffusionAsyncOutput"
+            )
+            self._async_output_thread.start()
 
     def _create_worker(self, gpu_id: int, *args: Any, **kwargs: Any) -> Any:
         """The worker as vllm-omni makes it, then the connection: the device exists now, and the export thread not yet."""
@@ -96,17 +122,13 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
     # -- main thread ---------------------------------------------------------------------------------------------------
 
     def _return_result(self, output: Any, rpc_id: str | None = None) -> None:
-        if (
-            self.result_mq is None
-            or self.od_config.step_execution
-            or not isinstance(output, (DiffusionOutput, BatchRunnerOutput))
-        ):
-            super()._return_result(output, rpc_id)
+        if self.result_mq is None:
+            return
+        if self.od_config.step_execution or not isinstance(output, (DiffusionOutput, BatchRunnerOutput)):
+            self._reply(output, rpc_id)
             return
         output_id = self._generate_async_output_id()
-        job: Staged | _OwnPath | None = None
-        if self.exporter is not None:
-            job = self.exporter.stage(output, output_id)
+        job: Staged | _OwnPath | None = self._stage(output, output_id)
         if job is None:
             job = _OwnPath(output_id, output, current_omni_platform.record_device_event())
         with self._async_output_done:
@@ -119,6 +141,49 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         finally:
             self._async_output_queue.put(job)
 
+    def _reply(self, reply: Any, rpc_id: str | None) -> None:
+        """A reply that vllm-omni packs right here, on this thread: a step's, or a DP wave's.
+
+        Its outputs leave through the exporter, and placeholders in the reply stand for them. One that cannot leave that way
+        now stays in the reply. Nothing is handed to the export thread before the reply is out: with no placeholder at the
+        engine nobody would ask for it.
+        """
+        staged: list[Staged] = []
+        if self.exporter is not None:
+            replace_in_reply(reply, functools.partial(self._replace, staged))
+        sent = False
+        try:
+            super()._return_result(reply, rpc_id)
+            sent = True
+        finally:
+            for one in staged:
+                self._async_output_queue.put(one if sent else _Unsent(one))
+
+    def _replace(self, staged: list[Staged], output: DiffusionOutput) -> DiffusionOutput:
+        """The placeholder of ``output``, which is staged; or itself, where it stays as it is; or its error."""
+        if output.error is not None or output.aborted or output.request_started:
+            return output
+        output_id = self._generate_async_output_id()
+        try:
+            one = self._stage(output, output_id)
+        except Exception as error:
+            logger.exception("output %s cannot be staged", output_id)
+            return DiffusionOutput(error=_not_handed_over(error), finished=output.finished)
+        if one is None:
+            return output
+        with self._async_output_done:
+            self._async_output_pending += 1
+        staged.append(one)
+        return DiffusionOutput(async_output_id=output_id, finished=output.finished)
+
+    def _stage(self, output: DiffusionOutput | BatchRunnerOutput, output_id: str) -> Staged | None:
+        if self.exporter is None:
+            return None
+        min_bytes = self.handoff.settings.min_bytes
+        if min_bytes and outputs_nbytes(output) < min_bytes:
+            return None
+        return self.exporter.stage(output, output_id)
+
     # -- export thread -------------------------------------------------------------------------------------------------
 
     def _async_output_loop(self) -> None:
@@ -126,11 +191,14 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         if self.exporter is not None:
             self.exporter.device.bind_thread()
         while (job := self._async_output_queue.get()) is not None:
-            output_id = job.staged.output_id if isinstance(job, _HandedBack) else job.output_id
+            output_id = job.staged.output_id if isinstance(job, (_HandedBack, _Unsent)) else job.output_id
             try:
                 if isinstance(job, Staged):
                     assert self.exporter is not None
                     self.exporter.submit(job, fail_unpicklable)
+                elif isinstance(job, _Unsent):
+                    assert self.exporter is not None
+                    self.exporter.withdraw(job.staged)
                 elif isinstance(job, _HandedBack):
                     self._send_handed_back(job)
                 else:
@@ -164,11 +232,17 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             stream.synchronize()
         message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
         try:
-            self._enqueue_result(message)
+            self._send_ready(message)
         except Exception:
             if not fail_unpicklable(output, pickle.dumps):
                 unpack_diffusion_output_shm(output)  # nobody else removes its named SHM
                 raise
+            self._send_ready(message)
+
+    def _send_ready(self, message: AsyncDiffusionOutput) -> None:
+        if self.od_config.step_execution:
+            self.late.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        else:
             self._enqueue_result(message)
 
     @functools.cached_property
@@ -180,7 +254,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         return None if self._torch_device.type == "cpu" else torch.Stream(self._torch_device)
 
     def _send_error(self, output_id: str, error: str) -> None:
-        self._enqueue_result(
+        self._send_ready(
             AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id, error=error)
         )
 
@@ -227,13 +301,13 @@ def _not_handed_over(error: Exception) -> str:
     return f"the output could not be handed over: {type(error).__name__}: {error}"
 
 
-def worker_main(*args: Any, handoff: Handoff, refusals: Connection, **kwargs: Any) -> None:
+def worker_main(*args: Any, handoff: Handoff, refusals: Connection, late: Connection, **kwargs: Any) -> None:
     """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only.
 
     vllm-omni's executor only learns that a worker ended; why it refused to start goes through ``refusals``.
     """
     main = diffusion_worker.WorkerProc.worker_main
-    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff})
+    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff, "late": late})
     try:
         main(*args, **kwargs)
     except PackerUnavailable as error:

@@ -1,0 +1,46 @@
+"""What step mode needs beside the exporter: the late messages' queue at the engine, and an output's size.
+
+In step mode vllm-omni has no pump: the engine's thread reads a worker's queue itself, for the reply to each step, and must
+find nothing else there. So what comes after its reply and not through the packer (an output that was handed back, an
+error) has a pipe of its own, and the steps keep vllm-omni's way, cost included.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_omni.diffusion.data import AsyncDiffusionOutput
+
+from worker_shim import skeleton
+
+
+class LateQueue:
+    """The reading end of the workers' pipe, as vllm-omni's result pump reads a queue. One thread calls ``dequeue``."""
+
+    def __init__(self, reader: Connection) -> None:
+        self._reader = reader
+        self._ended = False
+
+    def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
+        """The next message. TimeoutError where none came in ``timeout`` seconds, or where none will come any more."""
+        try:
+            if not self._ended and self._reader.poll(timeout):
+                message: AsyncDiffusionOutput = pickle.loads(self._reader.recv_bytes())  # our own workers' pipe
+                return message
+        except (EOFError, OSError):
+            self._ended = True  # every worker is gone
+        if self._ended and timeout is not None:
+            time.sleep(timeout)  # do not spin
+        raise TimeoutError
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def outputs_nbytes(output: Any) -> int:
+    """The bytes of the tensors in an output, or in those of a batch."""
+    tensors = skeleton.find_tensors(output, lambda tensor: True)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
