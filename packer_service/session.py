@@ -562,9 +562,9 @@ class WorkerSession:
         """
         with self._lock:
             counter = self._timeline.page.counter if self._timeline is not None else 0
-            due = next(
-                (t for t in self._transfers.values() if t.marker and not t.copied and t.export.ready <= counter), None
-            )
+            # The stream is in order: whatever is behind the first may wait for that one's forward.
+            first = next((t for t in self._transfers.values() if t.marker and not t.copied), None)
+            due = first if first is not None and first.export.ready <= counter else None
         self._looks = self._looks + 1 if due is not None and due is self._watched else 0
         self._watched = due
         return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""
