@@ -619,11 +619,14 @@ class WorkerSession:
             return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
 
     def _due(self) -> Transfer | None:
-        """The first whose wait is met and whose copy is not done."""
+        """The copy that the device should be at, or None where the first that is not done waits for its forward.
+
+        The stream is in order: whatever is behind the first may wait for that one's forward, though its own wait is met.
+        """
         with self._lock:
             counter = self._timeline.page.counter if self._timeline is not None else 0
-            due = (t for t in self._transfers.values() if t.marker and not t.copied and t.export.ready <= counter)
-            return next(due, None)
+            first = next((t for t in self._transfers.values() if t.marker and not t.copied), None)
+            return first if first is not None and first.export.ready <= counter else None
 
     def _close(self, dead: bool) -> None:
         """Give everything back; what a dead worker left half-sent fails."""

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import GPUS
 from engine_harness import RunningEngine, engine
 from packer_process import wait_until
 
+from worker_shim.demo.engine import nvidia_gpus
+
 torch = pytest.importorskip("torch")
 
+GPUS = nvidia_gpus()
 DEVICE = "cuda:0" if GPUS else "host"
 MIB = 1 << 20
 DEADLINE_S = 60.0

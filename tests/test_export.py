@@ -22,90 +22,21 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from packer_process import DEADLINE_S, MIB, Packer, Worker, running_packer, wait_until
+from packer_process import DEADLINE_S, MIB, Worker, running_packer, wait_until
 
 from packer_service import protocol
-from packer_service.config import Settings
 from packer_service.errors import HandshakeError, PackerUnavailable
 from packer_service.protocol import Ack, Release
 
 torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
 
+from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide  # noqa: E402
 from test_skeleton import OUTPUTS, assert_same, assert_same_tensor, content, tensors  # noqa: E402
 
 from worker_shim import skeleton  # noqa: E402
-from worker_shim.export import Exporter, Staged  # noqa: E402
 from worker_shim.export_device import HostExportDevice, Signal  # noqa: E402
-from worker_shim.receiver import Delivered, Received, Receiver  # noqa: E402
-
-MAC_KEY = b"m" * 32
-FLOATS = MIB // 4  # in a MiB
-SETTINGS = {
-    "arena_max_bytes": "8MiB",
-    "arena_step_bytes": "2MiB",
-    "overflow_max_bytes": "4MiB",
-    "wait_s": 5.0,
-    "start_timeout_s": DEADLINE_S,
-}
-
-
-class WorkerSide:
-    """An exporter, and what it calls back."""
-
-    def __init__(self, packer: Packer, session: str, *, device: HostExportDevice | None = None, **given: Any) -> None:
-        self.settled: list[str] = []
-        self.handed_back: list[tuple[Staged, str]] = []
-        self.exporter = Exporter(
-            Settings.load({**SETTINGS, **given}, {}),
-            device or HostExportDevice(),
-            socket=packer.socket,
-            key=packer.key,
-            session=session,
-            mac_key=MAC_KEY,
-            on_settled=self.settled.append,
-            on_handed_back=lambda staged, reason: self.handed_back.append((staged, reason)),
-        )
-
-    def send(self, output: object, output_id: str) -> Staged:
-        """Both halves at once."""
-        staged = self.exporter.stage(output, output_id)
-        assert staged is not None
-        self.exporter.submit(staged)
-        return staged
-
-    def wait_settled(self, *output_ids: str) -> None:
-        wait_until(lambda: set(output_ids) <= set(self.settled), f"acks of {output_ids}, not only {self.settled}")
-
-    def wait_handed_back(self, number: int) -> dict[str, str]:
-        """Why, by output; everything they held is released, as the worker does after it went another way."""
-        wait_until(lambda: len(self.handed_back) >= number, f"{number} outputs handed back")
-        return {staged.output_id: reason for staged, reason in self.handed_back}
-
-    def arena_idle(self) -> bool:
-        return self.exporter._arena.idle
-
-
-class EngineSide(Receiver):
-    """A receiver, and how many leases are out."""
-
-    def __init__(self, packer: Packer, mac_key: bytes = MAC_KEY) -> None:
-        self.session = secrets.token_hex(8)
-        super().__init__(packer.connect("engine", self.session), mac_key, Delivered())
-
-    def next(self) -> Received:
-        received = self.receive(DEADLINE_S)
-        assert received is not None, self.broken or "no output came"
-        return received
-
-    def output(self, output_id: str) -> Any:
-        received = self.next()
-        assert (received.output_id, received.error) == (output_id, "")
-        return received.output
-
-    def wait_no_lease(self) -> None:
-        gc.collect()
-        wait_until(lambda: self.leases.outstanding == 0, f"{self.leases.outstanding} leases return")
+from worker_shim.receiver import Delivered  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class Staged:
     signal: Signal = _NO_SIGNAL
     export: Export | None = None  # the two messages, once they may be sent
     second: Skeleton | Withdraw | Fail | None = None
-    failed: bool = False  # its error was sent; the ack only gives back what it holds
+    failed: bool = False  # the worker sent its error; the ack only gives back what it holds
     payload: bytes = b""
     host: SharedMemory | None = None
 
@@ -426,7 +426,7 @@ class Exporter:
             error = f"the worker's device failed before output {staged.output_id} was complete: {failure}"
             logger.error(error)
             with self._uplink.lock:
-                staged.second, staged.failed = Fail(staged.output_id, error), True
+                staged.second = Fail(staged.output_id, error)
                 self._uplink.post(staged.second)
         self._uplink.flush()
 

@@ -28,6 +28,7 @@ logger = get_logger(__name__)
 
 Packet = tuple[Message, int | None]
 _LOOK_S = 0.5
+_ROOM_POLL_S = 0.005
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 
@@ -85,7 +86,7 @@ class Uplink:
         return self._channel is not None
 
     def post(self, message: Message, fd: int | None = None) -> None:
-        """Send now if that does not block, else leave it to the next ``flush``. Order is kept.
+        """Send now if that does not block, else leave it to the next ``flush`` or the receiving thread. Order is kept.
 
         With no connection it is forgotten: ``Client.resume`` will know.
         """
@@ -97,6 +98,23 @@ class Uplink:
                     self._outbox.append((message, fd))
             except PeerClosed:
                 pass  # the receiving thread sees it too
+
+    def _send_what_finds_room(self) -> bool:
+        """As ``flush``, but without waiting; whether something is left. For the receiving thread: a packer that finds no room
+        for its acks reads nothing more, so whoever waits for it to read must not be the one that takes the acks."""
+        if not self._flushing.acquire(blocking=False):
+            return False  # another thread is at it
+        try:
+            with self.lock:
+                while self._outbox and self._channel is not None:
+                    if not self._channel.try_send(*self._outbox[0]):
+                        return True
+                    self._outbox.popleft()
+        except PeerClosed:
+            pass  # seen by the next receive
+        finally:
+            self._flushing.release()
+        return False
 
     def flush(self) -> None:
         """Send what found no room. A packet leaves the outbox only when it is sent: what comes later queues behind it."""
@@ -136,7 +154,8 @@ class Uplink:
                 self._channel = None
                 self._outbox.clear()
                 self._client.suspend()
-            channel.close()
+            with self._flushing:  # nobody may still be sending when the descriptor's number becomes free
+                channel.close()
             channel = self._reconnect(reason)
 
     def _receive(self, channel: Channel) -> str:
@@ -145,9 +164,11 @@ class Uplink:
         refused = ""
         try:
             while True:
-                received = heartbeat.receive(_LOOK_S)
+                left = self._send_what_finds_room()
+                received = heartbeat.receive(_ROOM_POLL_S if left else _LOOK_S)
                 if received is None:
-                    self._client.look()
+                    if not left:
+                        self._client.look()
                     continue
                 message, fds = received
                 close_fds(fds)
@@ -196,4 +217,3 @@ class Uplink:
             self._outbox.extend(self._client.resume())
             waiting = len(self._outbox)
         logger.info("the packer is back: outputs go through it again (%d messages are sent again)", waiting)
-        self.flush()

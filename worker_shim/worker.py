@@ -23,7 +23,8 @@ from vllm_omni.diffusion.worker import diffusion_worker
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 from vllm_omni.platforms import current_omni_platform
 
-from packer_service.errors import PackerError, PackerUnavailable
+from packer_service.errors import DeviceError, PackerError, PackerUnavailable
+from packer_service.protocol import Fail
 from worker_shim.export import Exporter, Staged
 from worker_shim.export_device import open_export_device
 from worker_shim.handoff import Handoff
@@ -216,6 +217,8 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         staged = job.staged
         logger.warning("output %s takes vllm-omni's own path: %s", staged.output_id, job.reason)
         try:
+            if isinstance(staged.second, Fail):  # and the packer never told the engine
+                raise DeviceError(staged.second.error)
             with self.exporter.device.after(staged.signal.value):
                 output = self.exporter.rebuild(staged)
             self._send_own_path(_OwnPath(staged.output_id, output))

@@ -1,0 +1,12 @@
+"""Python imports this at its start where tests/faults/injection.py put it on the module path. It breaks packers alone.
+
+A fault is a file in $PACKER_FAULTS, looked for each time: a test makes and removes it while the packer runs.
+"""
+
+import os
+import sys
+
+if os.environ.get("PACKER_FAULTS") and "packer_service" in sys.orig_argv:
+    import faulty_packer
+
+    faulty_packer.install()

@@ -1,0 +1,131 @@
+"""A packer that somebody else runs goes away and comes back: engine and worker find it again by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+
+import pytest
+from packer_process import Packer, running_packer, wait_until
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm_omni")
+pytestmark = pytest.mark.engine
+
+from engine_checks import assert_same, warnings_logged  # noqa: E402
+from sides import Kept, WorkerSide, working  # noqa: E402
+from test_export import Stalling  # noqa: E402
+from test_skeleton import content  # noqa: E402
+
+GIVEN = {"restart_wait_s": 60.0, "max_restarts": 1000}
+
+
+@contextlib.contextmanager
+def kept(packer: Packer, **given: object):
+    with contextlib.closing(Kept(packer.socket, packer.key, **{**GIVEN, **given})) as engine:
+        yield engine
+
+
+def send(worker: WorkerSide, *names: str) -> dict[str, object]:
+    outputs = {name: [content(torch.float32, (50_000 + 1000 * len(name),), hash(name) % 1000)] for name in names}
+    for name, output in outputs.items():
+        worker.send(output, name)
+    return outputs
+
+
+def assert_delivered(engine: Kept, worker: WorkerSide, expected: dict[str, object]) -> None:
+    assert_same(engine.wait(*expected), list(expected.values()))
+    worker.wait_settled(*expected)
+    assert worker.handed_back == []
+    assert worker.arena_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("load", ["at rest", "under load"])
+def test_a_restarted_sidecar_serves_the_same_engine_and_worker_on(tmp_path, number, load):
+    device = Stalling()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first))
+        worker = stack.enter_context(working(engine, **GIVEN, device=device))
+        assert_delivered(engine, worker, send(worker, "before"))
+        device.stalled = load == "under load"
+        pending = send(worker, "copied again", "and again") if device.stalled else {}
+        first.signal(number)
+        code = first.wait()
+        assert code == (0 if number == signal.SIGTERM else -number)
+        away = send(worker, "while it is away")
+        stack.enter_context(running_packer(tmp_path / "run"))
+        device.timeline.counter = device._value
+        device.stalled = False
+        assert_delivered(engine, worker, {**pending, **away})
+        assert_delivered(engine, worker, send(worker, "after"))
+
+
+@pytest.mark.parametrize("impostor", ["another version", "another key"])
+def test_a_packer_that_came_back_different_is_refused_and_outputs_take_the_own_path(tmp_path, faults, impostor):
+    given = {**GIVEN, "restart_wait_s": 2.0, "retry_s": 0.3}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first, **given))
+        worker = stack.enter_context(working(engine, **given))
+        assert_delivered(engine, worker, send(worker, "before"))
+        log = stack.enter_context(warnings_logged())
+        first.signal(signal.SIGTERM)
+        first.wait()
+        away = send(worker, "for the own path")
+        with contextlib.ExitStack() as other:
+            if impostor == "another version":
+                other.enter_context(faults.active("version"))
+                directory = tmp_path / "run"
+                reason = "speaks protocol"
+            else:
+                directory = tmp_path / "other"
+                reason = "the key is not this packer's"
+            second = other.enter_context(running_packer(directory, socket=first.socket))
+            (why,) = worker.wait_handed_back(1).values()
+            assert reason in why
+            wait_until(
+                lambda: any(reason in line and "is tried again every" in line for line in log), "the log says so"
+            )
+            assert engine.packer_pid is None
+            assert worker.exporter.stage([torch.ones(3)], "new") is None
+            assert "connected" not in second.log, "it was half-used"
+        (staged,) = (staged for staged, _ in worker.handed_back)
+        assert_same(worker.exporter.rebuild(staged), away["for the own path"])
+        worker.exporter.release(staged)
+        worker.handed_back.clear()
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        stack.enter_context(running_packer(tmp_path / "run"))
+        wait_until(lambda: engine.packer_pid and not worker.exporter.broken, "both are connected again")
+        assert_delivered(engine, worker, send(worker, "after"))
+
+
+def test_a_packer_that_never_comes_back_hands_everything_over_to_the_own_path(tmp_path):
+    given = {**GIVEN, "restart_wait_s": 0.3}
+    with running_packer(tmp_path / "run") as packer, kept(packer, **given) as engine:
+        with working(engine, **given) as worker:
+            packer.signal(signal.SIGKILL)
+            packer.wait()
+            expected = send(worker, "one", "two")
+            assert set(worker.wait_handed_back(2)) == {"one", "two"}
+            for staged, _ in worker.handed_back:
+                assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
+                worker.exporter.release(staged)
+            assert worker.arena_idle()
+            assert worker.settled == []
+
+
+def test_two_engines_of_one_sidecar_both_come_back_and_do_not_mix(tmp_path):
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engines = [stack.enter_context(kept(first)) for _ in range(2)]
+        workers = [stack.enter_context(working(engine, **GIVEN)) for engine in engines]
+        first.signal(signal.SIGKILL)
+        first.wait()
+        expected = [send(worker, f"{index} a", f"{index} b") for index, worker in enumerate(workers)]
+        stack.enter_context(running_packer(tmp_path / "run"))
+        for engine, worker, outputs in zip(engines, workers, expected, strict=True):
+            assert_delivered(engine, worker, outputs)
+            assert set(engine.got) == set(outputs)
