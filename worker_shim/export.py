@@ -480,7 +480,10 @@ class Exporter:
         specs, pickled = skeleton.array_specs(staged.payload)
 
         def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
-            return staged.views[spec.piece][spec.offset : spec.offset + spec.nbytes]
+            view = staged.views[spec.piece][spec.offset : spec.offset + spec.nbytes]
+            # vllm-omni goes by the size of a storage: of a small view of a large one it makes named memory, which has no
+            # form for an empty tensor and takes a scalar for a vector
+            return view if spec.nbytes >= OWN_PIECE_BYTES else view.clone()
 
         return skeleton.load(specs, pickled, device_bytes, staged.host.buffer if staged.host else b"")
 
