@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import pickle
 import queue
+import weakref
 from typing import Any
 
 import pytest
@@ -15,16 +16,23 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def dropped() -> queue.SimpleQueue[str]:
-    return queue.SimpleQueue()
+class Dropped(queue.SimpleQueue[str]):
+    """What was dropped, in the order in which it was."""
+
+    def drop(self, output_id: str) -> None:
+        self.put(output_id)
 
 
 @pytest.fixture
-def unclaimed(dropped: queue.SimpleQueue[str]) -> Any:
+def dropped() -> Dropped:
+    return Dropped()
+
+
+@pytest.fixture
+def unclaimed(dropped: Dropped) -> Any:
     from worker_shim.placeholder import Unclaimed
 
-    unclaimed = Unclaimed(dropped.put)
+    unclaimed = Unclaimed(dropped.drop)
     yield unclaimed
     unclaimed.close()
 
@@ -48,6 +56,30 @@ def test_an_output_is_dropped_once_when_its_placeholder_dies_and_not_before(uncl
     assert dropped.get(timeout=DEADLINE_S) == "second"
     assert dropped.empty()
     assert len(unclaimed) == 0
+
+
+def test_whoever_drops_is_kept_by_nobody_and_needs_no_garbage_collector_to_go():
+    from worker_shim.placeholder import Unclaimed
+
+    class Executor:
+        def __init__(self) -> None:
+            self.unclaimed = Unclaimed(self.drop)
+
+        def drop(self, output_id: str) -> None: ...
+
+    executor = Executor()
+    gone, unclaimed = weakref.ref(executor), executor.unclaimed
+    one = placeholder("one")
+    unclaimed.watch(one)
+    gc.disable()
+    try:
+        del executor
+        assert gone() is None
+    finally:
+        gc.enable()
+    del one
+    wait_until(lambda: gc.collect() >= 0 and len(unclaimed) == 0, "the id is forgotten all the same")
+    unclaimed.close()
 
 
 def test_an_output_that_was_asked_for_is_not_dropped(unclaimed, dropped):

@@ -24,11 +24,12 @@ class Unclaimed:
     """The ids whose placeholder lives and that nobody has asked for yet. ``drop`` is called for those that nobody will.
 
     A finalizer runs wherever the garbage collector happens to be, so it only puts the id into a queue; a thread does the
-    rest. ``_lock`` guards ``_ids``.
+    rest. ``_lock`` guards ``_ids``. ``drop`` is a bound method, held weakly: an executor in a cycle would be taken apart by
+    the garbage collector, in any order, and the end of its message queue's zmq context then waits for ever for its sockets.
     """
 
     def __init__(self, drop: Callable[[str], None]) -> None:
-        self._drop = drop
+        self._drop = weakref.WeakMethod(drop)
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._deaths: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -56,9 +57,11 @@ class Unclaimed:
 
     def _drop_dead(self) -> None:
         while (output_id := self._deaths.get()) is not None:
-            if self.take(output_id):
+            drop = self._drop()
+            if self.take(output_id) and drop is not None:
                 logger.debug("output %s is dropped: nobody asked for it", output_id)
-                self._drop(output_id)
+                drop(output_id)
+            del drop
 
     def close(self) -> None:
         """Stop. Idempotent."""
