@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 POPULATE_THREADS = 8
 _RETRY_GROWTH_S = 5.0
 _OTHERS_POLL_S = 0.02
-
-
 _COMPLAINT_S = 1.0
 
 

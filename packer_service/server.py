@@ -21,15 +21,16 @@ from pathlib import Path
 from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
+from packer_service.engine_session import EngineSession
 from packer_service.errors import DeviceError, HandshakeError, PackerError, SettingError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
-from packer_service.session import EngineSession, WorkerSession
+from packer_service.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_LEAVE_S = 5.0
+_END_S = 5.0
 _EXIT_HUNG = 70
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
@@ -114,7 +115,7 @@ class Server:
             self._stopping = self._stopping or "closed"  # whoever is still in its handshake is not entered any more
             for peer in (*self._unproven, *self._proven):
                 _hang_up(peer)
-            self._changed.wait_for(lambda: not self._connections, timeout=_LEAVE_S)
+            self._changed.wait_for(lambda: not self._connections, timeout=_END_S)
             left, spare, self._spare = self._connections or self._unfinished, self._spare, None
         if left:
             logger.info("worker outputs are still on their way; their workers export them again")

@@ -13,9 +13,11 @@ import os
 import pickle
 import secrets
 import signal
+import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -539,6 +541,18 @@ def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, en
     engine.wait_no_lease()
 
 
+class Stalling(HostExportDevice):
+    """A device that stops getting on when told: what is staged from then on is never complete."""
+
+    stalled = False
+
+    def signal(self) -> Signal:
+        if not self.stalled:
+            return super().signal()
+        self._value += 1
+        return Signal(self._value)
+
+
 def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
     device = Stalling()
     side = WorkerSide(packer, engine.session, device=device)
@@ -551,8 +565,64 @@ def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
         wait_until(lambda: engine.receive(0.01) is None and asked, "an answer")
         asker.join()
         assert asked == ["waiting for the worker's forward"]
-        device.force(Signal(device._value))
+        device.timeline.counter = device._value
         assert torch.equal(engine.output("stalled")[0], torch.ones(FLOATS))
+
+
+class Breaking(Stalling):
+    """A device that cannot signal any more when told."""
+
+    broken = False
+
+    def signal(self) -> Signal:
+        if self.broken:
+            raise RuntimeError("the device is broken")
+        return super().signal()
+
+
+def test_an_output_that_cannot_be_staged_does_not_pass_earlier_ones_for_complete(packer, engine):
+    device = Breaking()
+    side = WorkerSide(packer, engine.session, device=device)
+    with contextlib.closing(side.exporter):
+        probed = device._value
+        device.stalled = True
+        side.send([torch.ones(FLOATS)], "earlier")
+        device.broken = True
+        with pytest.raises(RuntimeError, match="broken"):
+            side.exporter.stage([torch.ones(5)], "never")
+        assert device.timeline.counter == probed
+        device.broken = device.stalled = False
+        assert engine.receive(0.1) is None
+        device.timeline.counter = device._value
+        assert torch.equal(engine.output("earlier")[0], torch.ones(FLOATS))
+        side.send([torch.ones(7)], "later")
+        assert torch.equal(engine.output("later")[0], torch.ones(7))
+        side.wait_settled("earlier", "later")
+        wait_until(lambda: not side.exporter._pending and side.arena_idle(), "the slots come back")
+        assert side.settled == ["earlier", "later"], "nobody counted the one that failed"
+
+
+def test_memory_the_packer_did_not_let_go_in_time_is_freed_the_next_time(worker):
+    device = worker.exporter.device
+    assert device._chunks
+    worker.exporter.give_back_arena(0.0)
+    worker.exporter.give_back_arena(DEADLINE_S)
+    assert not device._chunks
+
+
+def test_an_output_released_by_two_threads_at_once_gives_its_slots_back_once(worker, engine):
+    staged = [worker.exporter.stage([torch.ones(10)], f"output-{number}") for number in range(200)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for one in staged:
+                for done in [pool.submit(worker.exporter.release, one) for _ in range(2)]:
+                    done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert worker.arena_idle()
+    worker.exporter._pending.clear()
 
 
 def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuilt_equal(tmp_path):
@@ -629,18 +699,6 @@ def test_an_exporter_on_the_wrong_gpu_is_refused(packer, engine):
 
 
 # -- a worker that is killed -------------------------------------------------------------------------------------------
-
-
-class Stalling(HostExportDevice):
-    """A device that stops getting on when told: what is staged from then on is never complete."""
-
-    stalled = False
-
-    def signal(self) -> Signal:
-        if not self.stalled:
-            return super().signal()
-        self._value += 1
-        return Signal(self._value)
 
 
 def export_until_killed(socket: str, key: bytes, session: str, test: Any) -> None:

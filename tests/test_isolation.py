@@ -32,7 +32,7 @@ def modules_after(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["packer_service.server", "packer_service.cli", "packer_service.session", "packer_service.devices.cuda"],
+    ["packer_service.server", "packer_service.cli", "packer_service.worker_session", "packer_service.devices.cuda"],
 )
 def test_the_packers_modules_import_no_framework(module):
     loaded = modules_after(f"import {module}")

@@ -682,10 +682,11 @@ def test_the_engine_is_told_how_far_an_output_is(tmp_path):
     with running_packer(tmp_path / "run", pool_max_bytes="2MiB") as packer, session(packer) as (engine, worker):
         piece = worker.write(b"x" * MIB)
         value = worker.export("first", piece, piece, complete=False)
-        assert engine.describe("first") == "waiting for the worker's forward, and its worker has not sent its skeleton"
+        waiting = "waiting for the worker's forward, and its worker has not sent its skeleton"
+        wait_until(lambda: engine.describe("first") == waiting, "it is exported")
         worker.export("second", piece, complete=False)
         worker.skeleton("second")
-        assert engine.describe("second") == "waiting for room in the pool"
+        wait_until(lambda: engine.describe("second") == "waiting for room in the pool", "it is exported")
         worker.reach(value)
         copied = "copied, and its worker has not sent its skeleton"
         wait_until(lambda: engine.describe("first") == copied, "it is copied")
@@ -708,6 +709,28 @@ def test_a_ping_is_answered_to_either_peer_also_while_a_copy_waits(pair):
     assert worker.answer() == Pong()
     engine.channel.send(Ping())
     wait_until(lambda: engine.poll() or engine.pongs == 1, "the engine is answered")
+
+
+def test_a_ping_is_answered_while_the_engine_does_not_read(pair):
+    """Else the worker would take the packer for hung, connect again, and be no better off."""
+    _, worker = pair
+    for number in range(20):  # more than fits the engine's connection
+        worker.export(f"unread-{number}")
+        worker.skeleton(f"unread-{number}", bytes(protocol.MAX_PAYLOAD_BYTES))
+    worker.channel.send(Ping())
+    answers = [worker.answer()]
+    while answers[-1] != Pong():
+        answers.append(worker.answer())
+    assert 0 < len(answers) - 1 < 20
+
+
+def test_a_worker_that_only_said_hello_is_not_missed(packer, pair):
+    engine, worker = pair
+    gone = packer.log.count("is gone")
+    packer.connect("worker", engine.session).close()
+    packer.wait_log("is gone", gone + 1)
+    transfer(engine, worker)
+    assert engine.workers_gone == 0
 
 
 def test_a_worker_of_the_same_pid_in_another_namespace_is_told_why_cuda_would_refuse_it(tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ class Staged:
     export: Export | None = None  # the two messages, once they may be sent
     second: Skeleton | Withdraw | Fail | None = None
     failed: bool = False  # the worker sent its error; the ack only gives back what it holds
+    counted: bool = True  # ``on_settled`` is told of its end
     payload: bytes = b""
     host: SharedMemory | None = None
 
@@ -122,6 +123,7 @@ class Exporter:
         self._next_import = 1 << 32  # numbers of direct pieces' allocations, beside the arena's chunks
         self._unmapped = threading.Condition()
         self._closed_imports: set[int] = set()
+        self._leaving: dict[int, Chunk] = {}  # main thread only: out of the arena, and not yet free
         self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce)
 
         def connect(timeout_s: float) -> Channel:
@@ -207,14 +209,23 @@ class Exporter:
             self._uplink.post(staged.export)
 
     def _abandon(self, staged: Staged, announced: Signal | None) -> None:
-        """The device failed while it was staging: nobody may wait for a signal that will not come."""
-        if announced is not None:
-            self.device.force(announced)
-        with self._uplink.lock:
-            if staged.export is not None:
-                self._uplink.post(Withdraw(staged.output_id))
+        """Staging failed. What was announced is withdrawn, and holds its slots until the packer has let go of them.
+
+        Where the device cannot even signal any more, ``look`` ends the packer's wait. The CPU must not signal in its stead:
+        that would declare complete what was staged before.
+        """
+        staged.counted = False
+        if announced is None:
             self._forget(staged)
-        self.release(staged)
+            self.release(staged)
+            return
+        try:
+            self.device.signal()
+        except Exception:
+            logger.exception("the device cannot mark the end of output %s", staged.output_id)
+        with self._uplink.lock:
+            staged.failed, staged.second = True, Withdraw(staged.output_id)
+            self._uplink.post(staged.second)
 
     def _place(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
         """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
@@ -274,15 +285,18 @@ class Exporter:
 
     def give_back_arena(self, timeout_s: float) -> None:
         """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
-        chunks = self._arena.take_idle()
+        self._leaving |= self._arena.take_idle()
+        chunks = self._leaving
         with self._uplink.lock:
             connection = self._uplink.connections
             for number in chunks:
-                del self._mapped[number]
+                self._mapped.pop(number, None)
                 self._uplink.post(UnmapArena(number))
         self._uplink.flush()
 
-        def let_go() -> bool:  # the end of a connection is the end of its imports
+        # A connection that ended takes its imports with it; one to a packer that hangs, as soon as that comes to itself or
+        # is killed, and the driver keeps the memory until then.
+        def let_go() -> bool:
             ended = self._uplink.connections != connection or not self._uplink.connected
             return ended or self._closed_imports >= chunks.keys()
 
@@ -291,9 +305,10 @@ class Exporter:
             self._closed_imports -= chunks.keys()
         if not free:
             logger.error("the packer did not close its imports within %g s; %d chunks stay", timeout_s, len(chunks))
-            return
+            return  # the next time
         for chunk in chunks.values():
             self.device.free(chunk)
+        self._leaving = {}
 
     def _announce(self, number: int, chunk: Chunk) -> None:
         self._map(MapArena(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
@@ -403,6 +418,9 @@ class Exporter:
 
     # -- the uplink's client: its thread hears of acks -----------------------------------------------------------------
 
+    def begin(self) -> None:
+        self.device.bind_thread()
+
     def take(self, message: Message) -> None:
         if isinstance(message, protocol.Ack):
             self._settle(self._forget_id(message.output))
@@ -428,7 +446,6 @@ class Exporter:
             with self._uplink.lock:
                 staged.second = Fail(staged.output_id, error)
                 self._uplink.post(staged.second)
-        self._uplink.flush()
 
     def suspend(self) -> None:
         self.device.timeline.generation += 1
@@ -467,7 +484,8 @@ class Exporter:
             return
         self._forget(staged)
         self.release(staged)
-        self._on_settled(staged.output_id)
+        if staged.counted:
+            self._on_settled(staged.output_id)
 
     def _hand_back(self, staged: Staged, reason: str) -> None:
         if staged.failed:
@@ -488,24 +506,26 @@ class Exporter:
         return skeleton.load(specs, pickled, device_bytes, staged.host.buffer if staged.host else b"")
 
     def release(self, staged: Staged) -> None:
-        """Give back slots, clones, host memory and event. Idempotent."""
-        self._arena.release(staged.slots)
-        staged.slots, staged.views, staged.output = [], [], None
+        """Give back slots, clones, host memory and event. Idempotent, on any thread."""
         with self._uplink.lock:
+            slots, host, signal = staged.slots, staged.host, staged.signal
+            staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
+            staged.views, staged.output = [], None
             for number in staged.imports:
                 self._mapped.pop(number, None)
         self._return_overflow(staged)
-        if staged.host is not None:
-            staged.host.close()
-            staged.host = None
-        if staged.signal.value:
-            self.device.retire(staged.signal)
-            staged.signal = _NO_SIGNAL
+        self._arena.release(slots)
+        if host is not None:
+            host.close()
+        if signal.value:
+            self.device.retire(signal)
 
     def close(self) -> None:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
         self.device.timeline.let_go()
         self._uplink.finish(_FINISH_S)
+        for chunk in self._leaving.values():
+            self.device.free(chunk)
         self._arena.close()
         self.device.close()
 

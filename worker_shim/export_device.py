@@ -77,10 +77,6 @@ class ExportDevice(Protocol):
         """Mark what the current stream was given so far."""
         ...
 
-    def force(self, signal: Signal) -> None:
-        """Meet ``signal`` from the CPU because the device no longer will. What it stood for is not complete."""
-        ...
-
     def retire(self, signal: Signal) -> None:
         """Nobody waits for ``signal`` any more."""
         ...
@@ -134,11 +130,9 @@ class HostExportDevice:
         return Signal(self._value + 1)
 
     def signal(self) -> Signal:
-        self.force(Signal(self._value + 1))
+        self._value += 1
+        self.timeline.counter = self._value
         return Signal(self._value)
-
-    def force(self, signal: Signal) -> None:
-        self._value = self.timeline.counter = signal.value
 
     def retire(self, signal: Signal) -> None:
         pass
@@ -225,9 +219,6 @@ class CudaExportDevice:
 
     def next_signal(self) -> Signal | None:
         return None if self._use_events else Signal(self._value + 1)
-
-    def force(self, signal: Signal) -> None:
-        self._value = self.timeline.counter = signal.value
 
     def signal(self) -> Signal:
         stream = torch.cuda.current_stream(self.device).cuda_stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from packer_service.errors import PeerHung
+from packer_service.errors import PeerClosed, PeerHung
 from packer_service.protocol import Message, Ping, Pong
 from packer_service.transport import Channel, close_fds
 
@@ -23,13 +23,23 @@ class Heartbeat:
         self._beat_s = hang_s / _BEATS
         self._silent_s = 0.0
         self._next_ping_s = self._beat_s
+        self._hung = False
 
     def receive(self, timeout_s: float) -> tuple[Message, list[int]] | None:
-        """As ``Channel.receive``; PeerHung where nothing came for ``hang_s``, not even an answer to a Ping."""
+        """As ``Channel.receive``; PeerHung where nothing came for ``hang_s``, not even an answer to a Ping.
+
+        Before that the connection is shut down and everything is received that was sent until then: a packer that comes to
+        itself just now has either sent its message here, or knows that it has not.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             wait_s = max(min(deadline - time.monotonic(), self._beat_s), 0.0)
-            received = self._channel.receive(wait_s)
+            try:
+                received = self._channel.receive(wait_s)
+            except PeerClosed as error:
+                if not self._hung:
+                    raise
+                raise PeerHung(f"the packer hangs: it was silent for hang_s = {self._hang_s:g} s") from error
             if received is None:
                 self._silence(wait_s)
                 if time.monotonic() >= deadline:
@@ -43,7 +53,11 @@ class Heartbeat:
     def _silence(self, seconds: float) -> None:
         self._silent_s += seconds
         if self._silent_s >= self._hang_s:
-            raise PeerHung(f"the packer hangs: it was silent for hang_s = {self._hang_s:g} s")
-        if self._silent_s >= self._next_ping_s:
+            self._hung = True
+            self._channel.shutdown()
+        elif self._silent_s >= self._next_ping_s:
             self._next_ping_s += self._beat_s
-            self._channel.try_send(Ping())
+            try:
+                self._channel.try_send(Ping())
+            except PeerClosed:
+                pass  # what it sent before it died is still to be received

@@ -101,7 +101,7 @@ class Receiver:
 
     def _break(self, error: PackerError) -> None:
         if not isinstance(error, PeerClosed):
-            logger.error("the packer broke the protocol and is disconnected: %s", error)
+            logger.error("the packer is disconnected: %s", error)
         self._channel.shutdown()
         self.broken = str(error)
 

@@ -49,6 +49,7 @@ class PackerResultQueue:
         )
         with self._changed:
             if not self._closed:
+                self.worker_gone.clear()  # a worker that lives has connected anew
                 self._receiver = receiver
                 self._changed.notify_all()
                 return

@@ -171,6 +171,11 @@ class _Pickler(pickle.Pickler):
         return msgspec.structs.replace(spec, offset=self.host.add(flat))
 
 
+def tensors_nbytes(output: object) -> int:
+    """The bytes of the tensors in ``output``, wherever they are."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in find_tensors(output, lambda tensor: True))
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values, densely and in order, as flat uint8; a view where the layout allows, a copy otherwise."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

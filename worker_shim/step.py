@@ -1,4 +1,4 @@
-"""What step mode needs beside the exporter: the late messages' queue at the engine, and an output's size.
+"""The late messages of step mode: the queue they come through at the engine.
 
 In step mode vllm-omni has no pump: the engine's thread reads a worker's queue itself, for the reply to each step, and must
 find nothing else there. So what comes after its reply and not through the packer (an output that was handed back, an
@@ -10,11 +10,8 @@ from __future__ import annotations
 import pickle
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput
-
-from worker_shim import skeleton
 
 
 class LateQueue:
@@ -38,9 +35,3 @@ class LateQueue:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def outputs_nbytes(output: Any) -> int:
-    """The bytes of the tensors in an output, or in those of a batch."""
-    tensors = skeleton.find_tensors(output, lambda tensor: True)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -36,6 +36,10 @@ _LONGEST_PAUSE_S = 1.0
 class Client(Protocol):
     """Who has something to send. ``resume`` and ``suspend`` are called under the uplink's lock, the others without it."""
 
+    def begin(self) -> None:
+        """The ack thread starts; all that follows is called there."""
+        ...
+
     def resume(self) -> Iterable[Packet]:
         """A connection was made: everything its packer must be told before anything new."""
         ...
@@ -58,9 +62,9 @@ class Client(Protocol):
 
 
 class Uplink:
-    """``post`` on any thread, which never waits; ``flush`` on those that may. One thread receives and reconnects.
+    """``post`` on any thread, which never waits; ``flush`` on those that may. The ack thread receives, and connects anew.
 
-    ``lock`` guards the connection, the outbox and whatever of the client's depends on them. It is held for microseconds.
+    ``lock`` guards the connection, the outbox and whatever of the client's depends on them. Nobody waits while holding it.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Uplink:
         return self._channel is not None
 
     def post(self, message: Message, fd: int | None = None) -> None:
-        """Send now if that does not block, else leave it to the next ``flush`` or the receiving thread. Order is kept.
+        """Send now if that does not block, else leave it to the next ``flush`` or the ack thread. Order is kept.
 
         With no connection it is forgotten: ``Client.resume`` will know.
         """
@@ -96,22 +100,23 @@ class Uplink:
             try:
                 if self._outbox or not self._channel.try_send(message, fd):
                     self._outbox.append((message, fd))
-            except PeerClosed:
-                pass  # the receiving thread sees it too
+            except (PeerClosed, OSError):
+                self._channel.shutdown()  # the ack thread sees it, and connects anew
 
     def _send_what_finds_room(self) -> bool:
-        """As ``flush``, but without waiting; whether something is left. For the receiving thread: a packer that finds no room
+        """As ``flush``, but without waiting; whether something is left. For the ack thread: a packer that finds no room
         for its acks reads nothing more, so whoever waits for it to read must not be the one that takes the acks."""
         if not self._flushing.acquire(blocking=False):
             return False  # another thread is at it
         try:
             with self.lock:
                 while self._outbox and self._channel is not None:
-                    if not self._channel.try_send(*self._outbox[0]):
+                    channel = self._channel
+                    if not channel.try_send(*self._outbox[0]):
                         return True
                     self._outbox.popleft()
-        except PeerClosed:
-            pass  # seen by the next receive
+        except (PeerClosed, OSError):
+            channel.shutdown()  # seen by the next receive
         finally:
             self._flushing.release()
         return False
@@ -126,7 +131,8 @@ class Uplink:
                     channel, (message, fd) = self._channel, self._outbox[0]
                 try:
                     channel.send(message, fd)
-                except PeerClosed:
+                except (PeerClosed, OSError):
+                    channel.shutdown()
                     return
                 with self.lock:
                     if self._channel is channel:
@@ -144,9 +150,10 @@ class Uplink:
                 self._channel.shutdown()
         self._thread.join(timeout_s)
 
-    # -- the receiving thread ------------------------------------------------------------------------------------------
+    # -- the ack thread ------------------------------------------------------------------------------------------------
 
     def _run(self, channel: Channel | None) -> None:
+        self._client.begin()
         while channel is not None:
             reason = self._receive(channel)
             with self.lock:
@@ -176,8 +183,11 @@ class Uplink:
                     refused = f"the packer refused this worker: {message.reason}"
                 else:
                     self._client.take(message)
-        except PackerError as error:
+        except (PackerError, OSError) as error:
             return refused or str(error)
+        except Exception as error:  # a defect of ours; outputs must not wait for its sake
+            logger.exception("an answer of the packer could not be taken")
+            return f"{type(error).__name__}: {error}"
 
     def _reconnect(self, reason: str) -> Channel | None:
         """The next connection, however long it takes; None where this side is closing."""

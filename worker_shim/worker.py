@@ -30,7 +30,7 @@ from worker_shim.export_device import open_export_device
 from worker_shim.handoff import Handoff
 from worker_shim.log import get_logger
 from worker_shim.placeholder import replace_in_reply
-from worker_shim.step import outputs_nbytes
+from worker_shim.skeleton import tensors_nbytes
 
 logger = get_logger(__name__)
 
@@ -47,11 +47,19 @@ class _HandedBack(NamedTuple):
     staged: Staged
     reason: str
 
+    @property
+    def output_id(self) -> str:
+        return self.staged.output_id
+
 
 class _Unsent(NamedTuple):
-    """An output whose placeholder never left: the engine does not know of it."""
+    """An output that the engine was not promised: the message that names it could not be sent."""
 
-    staged: Staged
+    job: Staged | _OwnPath
+
+    @property
+    def output_id(self) -> str:
+        return self.job.output_id
 
 
 class PackerWorkerProc(diffusion_worker.WorkerProc):
@@ -135,12 +143,14 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         with self._async_output_done:
             self._async_output_pending += 1
         # Note [Nothing may raise after COMPUTE_DONE]. The job comes second: the export thread it wakes competes for the GIL.
+        sent = False
         try:
             self._enqueue_result(
                 AsyncDiffusionOutput(kind=AsyncOutputKind.COMPUTE_DONE, rpc_id=rpc_id, async_output_id=output_id)
             )
+            sent = True
         finally:
-            self._async_output_queue.put(job)
+            self._async_output_queue.put(job if sent else _Unsent(job))
 
     def _reply(self, reply: Any, rpc_id: str | None) -> None:
         """A reply that vllm-omni packs right here, on this thread: a step's, or a DP wave's.
@@ -150,10 +160,10 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         engine nobody would ask for it.
         """
         staged: list[Staged] = []
-        if self.exporter is not None:
-            replace_in_reply(reply, functools.partial(self._replace, staged))
         sent = False
         try:
+            if self.exporter is not None:
+                replace_in_reply(reply, functools.partial(self._replace, staged))
             super()._return_result(reply, rpc_id)
             sent = True
         finally:
@@ -181,7 +191,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         if self.exporter is None:
             return None
         min_bytes = self.handoff.settings.min_bytes
-        if min_bytes and outputs_nbytes(output) < min_bytes:
+        if min_bytes and tensors_nbytes(output) < min_bytes:
             return None
         return self.exporter.stage(output, output_id)
 
@@ -192,24 +202,37 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         if self.exporter is not None:
             self.exporter.device.bind_thread()
         while (job := self._async_output_queue.get()) is not None:
-            output_id = job.staged.output_id if isinstance(job, (_HandedBack, _Unsent)) else job.output_id
             try:
-                if isinstance(job, Staged):
-                    assert self.exporter is not None
-                    self.exporter.submit(job, fail_unpicklable)
-                elif isinstance(job, _Unsent):
-                    assert self.exporter is not None
-                    self.exporter.withdraw(job.staged)
-                elif isinstance(job, _HandedBack):
-                    self._send_handed_back(job)
-                else:
-                    self._send_own_path(job)
-                    self._settled(output_id)
+                self._hand_over(job)
             except Exception as error:
-                logger.exception("output %s failed after its forward", output_id)
-                self._send_error(output_id, _not_handed_over(error))
+                logger.exception("output %s failed after its forward", job.output_id)
+                if not isinstance(job, _Unsent):
+                    self._report(job.output_id, error)
                 if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
-                    self._settled(output_id)
+                    self._settled(job.output_id)
+
+    def _hand_over(self, job: Staged | _OwnPath | _HandedBack | _Unsent) -> None:
+        match job:
+            case Staged():
+                assert self.exporter is not None
+                self.exporter.submit(job, fail_unpicklable)
+            case _HandedBack():
+                self._send_handed_back(job)
+            case _OwnPath():
+                self._send_own_path(job)
+                self._settled(job.output_id)
+            case _Unsent(Staged() as staged):
+                assert self.exporter is not None
+                self.exporter.withdraw(staged)
+            case _Unsent():
+                self._settled(job.output_id)
+
+    def _report(self, output_id: str, error: Exception) -> None:
+        """Tell the engine that an output failed; where even that fails, this thread goes on for the other outputs' sake."""
+        try:
+            self._send_error(output_id, _not_handed_over(error))
+        except Exception:
+            logger.exception("the engine cannot be told that output %s failed", output_id)
 
     def _send_handed_back(self, job: _HandedBack) -> None:
         """The packer could not: rebuild the output from where it was staged, and pack it here."""

@@ -56,7 +56,10 @@ def context_failure(stream: int = 0) -> str:
     What a kernel or a copy died of is sticky: from then on every call answers it, the query of a stream too.
     """
     (status,) = driver.cuStreamQuery(stream)
-    return "" if status in (driver.CUresult.CUDA_SUCCESS, _NOT_READY) else str(status.name)
+    of_this_thread = (
+        status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT or 900 <= int(status) <= 909
+    )  # a graph capture's
+    return "" if status in (driver.CUresult.CUDA_SUCCESS, _NOT_READY) or of_this_thread else str(status.name)
 
 
 def handle_bytes(handle: Any) -> bytes:

@@ -36,13 +36,14 @@ from packer_process import (
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.host import HostDevice
+from packer_service.engine_session import EngineSession
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Ack, Export, MapArena, MapTimeline, Nack, OutputReady, Piece, Refused, Skeleton
 from packer_service.server import MAX_UNPROVEN
-from packer_service.session import MAX_ARENAS, MAX_HOST_MEMFDS, EngineSession, WorkerSession
 from packer_service.transport import Channel
+from packer_service.worker_session import MAX_ARENAS, MAX_HOST_MEMFDS, WorkerSession
 
 POOL = 2 * MIB
 

@@ -1,4 +1,4 @@
-"""What a packer does for one engine and for one worker, from the handshake to the end of the connection.
+"""What a packer does for one worker, from the handshake to the end of the connection.
 
 Note [The life of an output in the packer]
 ``Export`` comes first, from the worker's main thread: the pieces get regions of the engine's pool, the copies are submitted
@@ -29,13 +29,12 @@ from dataclasses import dataclass, field
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
+from packer_service.engine_session import EngineSession, refuse
 from packer_service.errors import DescriptorLost, DeviceError, PackerError, PeerClosed, ProtocolError
 from packer_service.memory import check_memfd
-from packer_service.pool import Pool, Region
+from packer_service.pool import Region
 from packer_service.protocol import (
     Ack,
-    Describe,
-    Described,
     Export,
     Fail,
     Lease,
@@ -47,11 +46,8 @@ from packer_service.protocol import (
     Pong,
     Probe,
     Probed,
-    Segment,
-    SegmentGone,
     Skeleton,
     Withdraw,
-    WorkerGone,
 )
 from packer_service.timeline import TimelinePage
 from packer_service.transport import Channel, close_fds
@@ -67,102 +63,6 @@ MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow 
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
 MAX_ARENAS = 1024  # chunks of one worker: each is a mapping, and on the host device a descriptor
 _LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers
-
-
-class EngineSession:
-    """One engine: its pool, the segments it was told of, the outputs it is sent.
-
-    The reader (the thread in ``serve``) takes leases back; any worker session's threads publish, under one lock.
-    """
-
-    def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
-        self.name = name
-        self.pool = pool
-        self._describe = describe  # how far an output of any of its workers is
-        self.bad_releases = 0  # written by the reader only
-        self._channel = channel
-        self._lock = threading.Lock()  # guards the announcements and the order of what is sent
-        self._announced: set[int] = set()
-        pool.on_trim = self._forget_segment
-        pool.owner = name
-
-    def serve(self) -> None:
-        """Take leases back until the engine is gone."""
-        try:
-            self.announce_segments()
-            while True:
-                try:
-                    received = self._channel.receive()
-                except DescriptorLost as error:  # no message of an engine needs one
-                    received = error.message, []
-                assert received is not None
-                message, fds = received
-                close_fds(fds)
-                if isinstance(message, Ping):
-                    self._send(Pong())
-                    continue
-                if isinstance(message, Describe):
-                    self._send(Described(message.output, self._describe(message.output)))
-                    continue
-                assert isinstance(message, protocol.Release)
-                for lease in message.leases:
-                    try:
-                        self.pool.end_lease(lease)
-                    except ProtocolError as error:
-                        self.bad_releases += 1
-                        logger.warning("engine %s: %s", self.name, error)
-        except PeerClosed:
-            logger.info("engine %s is gone", self.name)
-        except ProtocolError as error:
-            logger.error("engine %s broke the protocol and is disconnected: %s", self.name, error)
-            _refuse(self._channel, str(error))
-        except OSError as error:
-            logger.error("engine %s cannot be served and is disconnected: %s", self.name, error)
-            _refuse(self._channel, f"the packer cannot serve you: {error}")
-
-    def announce_segments(self) -> None:
-        """Tell the engine of every segment it does not know yet, so that it maps them before an output needs them."""
-        with self._lock:
-            for segment in self.pool.segments:
-                if segment.number not in self._announced:
-                    self._channel.send(Segment(segment.number, segment.memory.nbytes), segment.memory.fd)
-                    self._announced.add(segment.number)
-
-    def _forget_segment(self, number: int) -> None:
-        with self._lock:
-            if number in self._announced:
-                self._announced.discard(number)
-                try:
-                    self._channel.send(SegmentGone(number))
-                except PeerClosed:
-                    pass  # it unmaps everything as it goes
-                except OSError as error:  # it keeps an empty mapping; the number is never used again
-                    logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
-
-    def publish(self, message: OutputReady, fd: int | None = None) -> None:
-        """Send one OUTPUT_READY. PeerClosed where the engine is gone."""
-        if any(lease.segment not in self._announced for lease in message.leases):
-            self.announce_segments()
-        self._send(message, fd)
-
-    def tell_worker_gone(self) -> None:
-        """See ``WorkerGone``."""
-        try:
-            self._send(WorkerGone())
-        except PeerClosed:
-            pass  # then it asks no more
-
-    def _send(self, message: protocol.Message, fd: int | None = None) -> None:
-        with self._lock:
-            self._channel.send(message, fd)
-
-    def disconnect(self) -> None:
-        """Have ``serve`` end, from another thread."""
-        self._channel.shutdown()
-
-    def close(self) -> None:
-        self._channel.close()
-        self.pool.close()
 
 
 @dataclass
@@ -215,8 +115,8 @@ class WorkerSession:
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
         self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
-        self._watched: Transfer | None = None  # watchdog only, with for how many of its looks
-        self._looks = 0
+        self._watched: Transfer | None = None  # watchdog only: the copy it last saw under way,
+        self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
         self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
@@ -252,13 +152,13 @@ class WorkerSession:
             logger.info("worker %s is gone", self.name)
         except ProtocolError as error:
             logger.error("worker %s broke the protocol and is disconnected: %s", self.name, error)
-            _refuse(self._channel, str(error))
+            refuse(self._channel, str(error))
             reason = f"the worker broke the protocol: {error}"
             self._channel.shutdown()  # so that it exports elsewhere what it has here
         except (DeviceError, OSError) as error:
             logger.error("worker %s cannot be served and is disconnected: %s", self.name, error)
             reason = f"the packer cannot serve this worker: {error}"
-            _refuse(self._channel, reason)
+            refuse(self._channel, reason)
             self._channel.shutdown()
         finally:
             ended = self._end(reason or "the worker died before the output was complete on the device")
@@ -381,7 +281,12 @@ class WorkerSession:
             transfer.abandoned = transfer.abandoned or refusal
             copied = transfer.copied
         if copied:
-            self._settle(transfer)
+            self._complete(transfer)
+
+    def _complete(self, transfer: Transfer) -> None:
+        """Settle on the reader's thread unless the engine does not read: that must not keep the worker from its Pong."""
+        if not self._settle(transfer, wait=False):
+            self._finishing.put(transfer)
 
     def _fail(self, message: Fail) -> None:
         """The worker's device broke: release the wait that nothing will meet, and let the engine know."""
@@ -394,10 +299,13 @@ class WorkerSession:
                 transfer.host_fd = None
                 self._host_memfds -= 1
             transfer.second = Withdraw(message.output, message.error)
-            self._force(transfer.export.ready)
             copied = transfer.copied
+            # What came before must not pass for complete. The worker fails its outputs in order, so that is for a broken one.
+            before = [t for t in self._incomplete() if t.export.ready < transfer.export.ready]
+            if all(isinstance(t.second, Withdraw) or t.abandoned for t in before):
+                self._force(transfer.export.ready)
         if copied:
-            self._settle(transfer)
+            self._complete(transfer)
 
     def _force(self, value: int) -> None:
         if self._timeline is not None and self._timeline.page.counter < value:
@@ -472,6 +380,9 @@ class WorkerSession:
                     self._settle(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
+        if transfer.copied:  # the reader completed it
+            self._settle(transfer)
+            return
         if transfer.marker is None:
             if not transfer.abandoned:
                 wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
@@ -486,10 +397,10 @@ class WorkerSession:
         if complete:
             self._settle(transfer)
 
-    def _settle(self, transfer: Transfer) -> None:
-        """Copied, and both messages there: publish and acknowledge, or hand back."""
+    def _settle(self, transfer: Transfer, *, wait: bool = True) -> bool:
+        """Copied, and both messages there: publish and acknowledge, or hand back. False where that has to wait and may not."""
         with self._lock:
-            del self._transfers[transfer.output]
+            self._transfers.pop(transfer.output, None)
         for number in transfer.export.close:
             self._unmap_arena(number)
         if self._timeline is not None and self._timeline.page.generation != self._generation:
@@ -498,13 +409,15 @@ class WorkerSession:
             self._answer_probe(transfer)
         elif isinstance(transfer.second, Withdraw):
             self._drop(transfer)
-            if transfer.second.error:
-                self._tell_engine(OutputReady(transfer.output, error=transfer.second.error))
+            error = transfer.second.error
+            if error and not self._tell_engine(OutputReady(transfer.output, error=error), wait=wait):
+                return False
             self._channel.send(Ack(transfer.output))
         elif transfer.abandoned:
             self._nack(transfer)
         else:
-            self._publish(transfer)
+            return self._publish(transfer, wait=wait)
+        return True
 
     def _answer_probe(self, transfer: Transfer) -> None:
         """A probe does once, for nothing, what every output needs: wait for the marker, copy, read."""
@@ -517,7 +430,7 @@ class WorkerSession:
         self._drop(transfer)
         self._channel.send(Probed(digest, transfer.abandoned[:4000]))
 
-    def _publish(self, transfer: Transfer) -> None:
+    def _publish(self, transfer: Transfer, *, wait: bool) -> bool:
         skeleton = transfer.second
         assert isinstance(skeleton, Skeleton)
         leases = tuple(Lease(r.number, r.segment.number, r.offset, r.nbytes) for r in transfer.regions)
@@ -526,7 +439,9 @@ class WorkerSession:
         )
         self.engine.pool.lease(transfer.regions)
         try:
-            self.engine.publish(message, transfer.host_fd)
+            if not self.engine.publish(message, transfer.host_fd, wait=wait):
+                transfer.regions = self.engine.pool.reclaim(transfer.regions)
+                return False
         except (PackerError, OSError) as error:
             transfer.regions = self.engine.pool.reclaim(transfer.regions)
             if isinstance(error, PeerClosed):
@@ -534,11 +449,12 @@ class WorkerSession:
                 raise
             transfer.abandoned = f"OUTPUT_READY could not be sent: {error}"
             self._nack(transfer)
-            return
+            return True
         transfer.regions = []  # the engine's now
         self._drop(transfer)
         self.outputs += 1
         self._channel.send(Ack(transfer.output))
+        return True
 
     def _nack(self, transfer: Transfer) -> None:
         """Tell the worker to send this output another way; where the worker is gone, tell the engine that it failed."""
@@ -561,13 +477,15 @@ class WorkerSession:
             with self._lock:
                 self._host_memfds -= 1
 
-    def _tell_engine(self, message: OutputReady) -> None:
+    def _tell_engine(self, message: OutputReady, *, wait: bool = True) -> bool:
+        """False where that has to wait and may not."""
         try:
-            self.engine.publish(message)
+            return self.engine.publish(message, wait=wait)
         except PeerClosed:
             logger.info("output %s: its engine is gone too", message.output)
         except OSError as error:
             logger.error("output %s failed and its engine cannot be told: %s", message.output, error)
+        return True
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -588,15 +506,15 @@ class WorkerSession:
 
         See Note [When a worker is gone].
         """
-        if self._timeline is None:
-            return True
+        if self._timeline is None:  # so it never exported anything
+            return False
         page = self._timeline.page
         while True:
             dead = not page.owner_lives()
             void = page.generation != self._generation
-            incomplete = self._incomplete()
-            if dead and not void:
-                with self._lock:
+            with self._lock:
+                incomplete = self._incomplete()
+                if dead and not void:
                     for transfer in incomplete:
                         transfer.abandoned = reason
             if dead:
@@ -612,11 +530,9 @@ class WorkerSession:
                 return False
 
     def _incomplete(self) -> list[Transfer]:
-        """What the worker's device has not finished."""
-        assert self._timeline is not None
-        with self._lock:
-            counter = self._timeline.page.counter
-            return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
+        """What the worker's device has not finished. ``_lock`` is held."""
+        counter = self._timeline.page.counter if self._timeline is not None else 0
+        return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
 
     def _due(self) -> Transfer | None:
         """The copy that the device should be at, or None where the first that is not done waits for its forward.
@@ -680,10 +596,3 @@ class WorkerSession:
         self._looks = self._looks + 1 if due is not None and due is self._watched else 0
         self._watched = due
         return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""
-
-
-def _refuse(channel: Channel, reason: str) -> None:
-    try:
-        channel.try_send(protocol.Refused(reason[:4000]))
-    except PeerClosed:
-        pass

@@ -1,0 +1,71 @@
+"""The worker's own bookkeeping when a message cannot be sent, which cannot be had at will: its queues are broken by hand."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_omni")
+from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
+
+from worker_shim import worker
+
+pytestmark = pytest.mark.engine
+
+
+class Config:
+    step_execution = False
+
+
+class Worker(worker.PackerWorkerProc):
+    """A worker without a process, an exporter or a device: outputs take vllm-omni's own path."""
+
+    od_config = Config()
+    result_mq = object()
+
+    def __init__(self) -> None:
+        self._async_output_done = threading.Condition()
+        self._async_output_pending = 0
+        self._async_output_queue = queue.SimpleQueue()
+        self.broken: tuple[AsyncOutputKind, ...] = ()
+        self.sent: list[Any] = []
+
+    def _stage(self, output: Any, output_id: str) -> None:
+        return None
+
+    def _enqueue_result(self, msg: Any) -> None:
+        if msg.kind in self.broken:
+            raise BrokenPipeError(f"no {msg.kind} can be sent")
+        self.sent.append(msg)
+
+    def run_export_thread(self) -> None:
+        """On this thread, until its queue is empty."""
+        self._async_output_queue.put(None)
+        self._async_output_loop()
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setattr(worker, "current_omni_platform", type("Platform", (), {"record_device_event": lambda: None}))
+    monkeypatch.setattr(worker, "pack_diffusion_output_shm", lambda output, d2h_stream: output)
+    return Worker()
+
+
+def test_an_output_whose_compute_done_cannot_be_sent_is_not_handed_over(running):
+    running.broken = (AsyncOutputKind.COMPUTE_DONE,)
+    with pytest.raises(BrokenPipeError):
+        running._return_result(DiffusionOutput(output=1), "rpc-1")
+    running.run_export_thread()
+    assert (running.sent, running._async_output_pending) == ([], 0)
+
+
+def test_the_export_thread_survives_an_error_it_cannot_report(running):
+    running.broken = (AsyncOutputKind.OUTPUT_READY,)
+    for number in range(2):
+        running._return_result(DiffusionOutput(output=number), f"rpc-{number}")
+    running.run_export_thread()
+    assert running._async_output_pending == 0
+    assert [message.kind for message in running.sent] == [AsyncOutputKind.COMPUTE_DONE] * 2
