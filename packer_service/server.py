@@ -152,6 +152,7 @@ class Server:
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
+        said = ""
         while True:
             listener = self._socket
             try:
@@ -161,9 +162,12 @@ class Server:
                     continue
                 if self._stopping or listener.fileno() < 0:
                     return
-                logger.error("cannot accept a connection: %s", error)  # out of descriptors, most likely
+                if said != str(error):  # out of descriptors, most likely, and for a while
+                    said = str(error)
+                    logger.error("cannot accept a connection: %s", error)
                 time.sleep(0.1)
                 continue
+            said = ""
             with self._changed:
                 full = self._connections >= self.settings.max_sessions
                 self._connections += not full

@@ -228,6 +228,9 @@ class WorkerSession:
             _refuse(self._channel, str(error))
             reason = f"the worker broke the protocol: {error}"
             self._channel.shutdown()  # so that it exports elsewhere what it has here
+        except BaseException:  # out of memory or descriptors, most likely
+            self._channel.shutdown()
+            raise
         finally:
             dead = self._see_off(reason or "the worker died before the output was complete on the device")
             self._finishing.put(None)
@@ -504,8 +507,8 @@ class WorkerSession:
 
         See Note [When a worker is gone].
         """
-        if self._timeline is None:
-            return True
+        if self._timeline is None:  # nothing tells whether it lives, and there is hardly anything to tell of it
+            return bool(self._transfers)
         page = self._timeline.page
         while True:
             dead = not page.owner_lives()
