@@ -76,12 +76,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Region:
-    """``nbytes`` of ``segment`` at ``offset``; ``number`` names it for good."""
+    """``nbytes`` of ``segment`` at ``offset``, granted at ``since`` (monotonic); ``number`` names it for good."""
 
     number: int
     segment: Segment
     offset: int
     nbytes: int
+    since: float
 
     @property
     def address(self) -> int:
@@ -156,7 +157,7 @@ class Pool:
         for segment in self._segments:
             offset = segment.extents.allocate(nbytes)
             if offset is not None:
-                region = Region(self._next_region, segment, offset, nbytes)
+                region = Region(self._next_region, segment, offset, nbytes, time.monotonic())
                 self._next_region += 1
                 self._regions[region.number] = region
                 return region
@@ -175,9 +176,11 @@ class Pool:
         used = sum(region.nbytes for region in self._regions.values())
         total = sum(segment.memory.nbytes for segment in self._segments)
         reason = self._growth_error or f"at its limit pool_max_bytes = {self._budget.max_bytes}"
+        now = time.monotonic()
+        oldest_s = now - min((region.since for region in self._regions.values()), default=now)
         return (
-            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases and the pool is"
-            f" {reason}. Raise pool_max_bytes, or let the engine drop finished outputs sooner"
+            f"no room for {nbytes} bytes: {used} of {total} are out in {len(self._regions)} leases, the oldest for"
+            f" {oldest_s:.1f} s, and the pool is {reason}. Raise pool_max_bytes, or let the engine drop finished outputs sooner"
         )
 
     # -- growth --------------------------------------------------------------------------------------------------------
