@@ -56,6 +56,9 @@ _ABOUT = {
 }
 
 
+_NO_BENCHMARKS = ("chaos",)  # their results say whether, not how fast
+
+
 class Target(NamedTuple):
     """One line of the table of what must be shown."""
 
@@ -70,6 +73,8 @@ def load(directory: Path) -> dict[str, dict[str, Result]]:
     found: dict[str, dict[str, Result]] = {}
     for path in sorted(directory.glob("*.json")):
         result = json.loads(path.read_text())
+        if result["benchmark"] in _NO_BENCHMARKS:
+            continue
         machine = path.stem.removeprefix(result["benchmark"] + "_")
         found.setdefault(machine, {})[result["benchmark"]] = result
     return dict(sorted(found.items()))

@@ -99,8 +99,11 @@ class SharedMemory:
         if threads == 1 or len(offsets) == 1:
             errors = {touch(offset) for offset in offsets}
         else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="populate") as executor:
-                errors = set(executor.map(touch, offsets))
+            try:
+                with ThreadPoolExecutor(threads, thread_name_prefix="populate") as executor:
+                    errors = set(executor.map(touch, offsets))
+            except RuntimeError:  # no more threads for this process (a pids cgroup, RLIMIT_AS)
+                errors = {touch(offset) for offset in offsets}
         errors -= {0, 22}  # EINVAL: the kernel does not know the advice
         if errors:
             raise MemoryError(f"the kernel has no page for {self.nbytes} bytes: {os.strerror(min(errors))}")

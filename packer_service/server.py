@@ -161,6 +161,7 @@ class Server:
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
+        said = ""
         while True:
             listener = self._socket
             try:
@@ -170,12 +171,15 @@ class Server:
                     continue
                 if self._stopping or listener.fileno() < 0:
                     return
-                # Out of descriptors, most likely. The peer waits in the backlog until there is one again.
-                logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
+                # Out of descriptors, most likely, and for a while. The peer waits in the backlog until there is one again.
+                if said != str(error):
+                    said = str(error)
+                    logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
                 with self._changed:
                     self._evict()
                 time.sleep(0.1)
                 continue
+            said = ""
             if not self._enter(peer):
                 peer.close()
                 continue

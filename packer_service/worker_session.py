@@ -160,6 +160,9 @@ class WorkerSession:
             reason = f"the packer cannot serve this worker: {error}"
             refuse(self._channel, reason)
             self._channel.shutdown()
+        except BaseException:  # out of memory or descriptors, most likely
+            self._channel.shutdown()
+            raise
         finally:
             ended = self._end(reason or "the worker died before the output was complete on the device")
         return ended
@@ -506,8 +509,8 @@ class WorkerSession:
 
         See Note [When a worker is gone].
         """
-        if self._timeline is None:  # so it never exported anything
-            return False
+        if self._timeline is None:  # nothing tells whether it lives, and there is hardly anything to tell of it
+            return bool(self._transfers)
         page = self._timeline.page
         while True:
             dead = not page.owner_lives()

@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -651,7 +652,9 @@ def main() -> None:
     if arguments.json:
         from benchmarks import machine
 
-        machine.write(arguments.json, machine.result("chaos", [summary]))
+        result = machine.result("chaos", [summary])
+        result["command"] = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
+        machine.write(arguments.json, result)
     print(json.dumps(summary))
     raise SystemExit(0 if summary["ok"] else 1)
 

@@ -57,6 +57,16 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADL
     return result
 
 
+def wait_stopped(pid: int) -> None:
+    """Until all threads of a process that was sent SIGSTOP have stopped: some run on for a moment."""
+
+    def all_stopped() -> bool:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    wait_until(all_stopped, f"process {pid} stops")
+
+
 class Packer:
     """One ``packer_service serve`` process. ``report`` is what it wrote when it was ready, or why it never was."""
 
@@ -100,6 +110,8 @@ class Packer:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            wait_stopped(self.process.pid)
 
     def wait(self) -> int:
         """The exit code."""

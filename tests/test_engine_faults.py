@@ -43,7 +43,7 @@ from engine_checks import (
     wait_settled,
 )
 from engine_harness import BATCH, RunningEngine, engine
-from packer_process import wait_until
+from packer_process import wait_stopped, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -96,13 +96,8 @@ def wait_computed(running: RunningEngine, number: int) -> None:
 
 def stop(pid: int) -> None:
     """Stop the process, and return when all its threads have stopped."""
-
-    def all_stopped() -> bool:
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
     os.kill(pid, signal.SIGSTOP)
-    wait_until(all_stopped, f"process {pid} stops")
+    wait_stopped(pid)
 
 
 @contextlib.contextmanager

@@ -625,6 +625,15 @@ def test_the_engine_hears_that_a_worker_died_after_everything_that_worker_had_fi
     wait_until(lambda: engine.poll() or engine.workers_gone, "the engine hears of it")
 
 
+def test_the_engine_does_not_hear_of_a_worker_that_only_knocked(packer, pair):
+    """One that connected and left before it sent anything may be alive: its executor would not wait for its last outputs."""
+    engine, worker = pair
+    packer.connect("worker", engine.session).close()
+    packer.wait_log(f"worker {engine.session}/.* is gone")
+    transfer(engine, worker)
+    assert engine.workers_gone == 0
+
+
 # -- failing devices ---------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from packer_service.config import PACKER_SETTINGS, Settings
 from packer_service.errors import PackerUnavailable
 from worker_shim.log import get_logger
@@ -26,6 +28,7 @@ logger = get_logger(__name__)
 
 _PREFIX = "packer-"
 _STOP_GRACE_S = 15.0
+_CLOCK_SLACK_S = 2.0  # the kernel counts a process's start in ticks since boot
 # vLLM's CPU platform sets it for the engine's workers (torch's OpenMP, tcmalloc); a packer is not one of them.
 _NOT_INHERITED = ("LD_PRELOAD",)
 
@@ -138,13 +141,22 @@ def remove_stale(base: Path) -> None:
     for directory in base.glob(f"{_PREFIX}*-*"):
         pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
         try:
-            if not pid.isdecimal() or directory.stat().st_uid != os.geteuid() or Path(f"/proc/{pid}").exists():
+            status = directory.stat()
+            if not pid.isdecimal() or status.st_uid != os.geteuid() or _made_by(int(pid), status.st_mtime):
                 continue
         except OSError:  # it just went away
             continue
         if not any(_listens(path) for path in directory.glob("*.sock")):
             logger.info("removing %s, left by an engine that is gone", directory)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _made_by(pid: int, made_at: float) -> bool:
+    """Whether the process of that pid may be the one that made something then: one that started later only got its number."""
+    try:
+        return psutil.Process(pid).create_time() <= made_at + _CLOCK_SLACK_S
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _listens(path: Path) -> bool:

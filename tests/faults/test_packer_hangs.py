@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from packer_process import Worker, running_packer, session, transfer, wait_until
@@ -103,12 +104,15 @@ def test_a_stopped_sidecar_costs_the_own_path_and_serves_again_when_it_goes_on(t
 
 @pytest.mark.parametrize("when", ["before the copy", "in mid-copy"])
 def test_a_packer_that_goes_on_publishes_nothing_of_memory_that_was_used_again(tmp_path, faults, when):
-    """The worker took its slots back and staged other outputs there while the packer was stopped with the old copies."""
+    """The worker took its slots back and staged other outputs there while the packer was stopped with the old copies.
+
+    The engine is more patient, and still listens to what the packer may have to say of them.
+    """
     given = {**HANG, "restart_wait_s": 0.3, "retry_s": 0.3, "handshake_timeout_s": 0.3, "arena_max_bytes": "2MiB"}
     device = Stalling()
     old = {name: [content(torch.uint8, (FLOATS,), seed)] for seed, name in enumerate(("old 1", "old 2"))}
     new = {name: [content(torch.uint8, (FLOATS,), seed)] for seed, name in enumerate(("new 1", "new 2"), 10)}
-    with running_packer(tmp_path / "run") as packer, kept(packer, **given) as engine:
+    with running_packer(tmp_path / "run") as packer, kept(packer, hang_s=60.0) as engine:
         with working(engine, device=device, **given) as worker:
             if when == "in mid-copy":
                 faults.set("copy")
@@ -134,6 +138,8 @@ def test_a_packer_that_goes_on_publishes_nothing_of_memory_that_was_used_again(t
             for name, output in new.items():
                 worker.send(output, name)
             assert_delivered(engine, worker, new)
+            maps = Path(f"/proc/{packer.process.pid}/maps")
+            wait_until(lambda: maps.read_text().count("packer-timeline") == 1, "the packer is done with the old ones")
             assert set(engine.got) == set(new)
             with session(packer) as (other, its_worker):
                 transfer(other, its_worker)
