@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 
-LINES = 20  # of one kind, in each window
+LINES = 100  # of one kind, in each window
 WINDOW_S = 1.0
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import secrets
+import select
 import socket
 import stat
 import threading
@@ -175,9 +176,10 @@ class Server:
                 if said != str(error):
                     said = str(error)
                     logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
-                with self._changed:
-                    self._evict()
                 time.sleep(0.1)
+                if _has_peer(listener):  # accept wants a descriptor before it looks whether anybody is there
+                    with self._changed:
+                        self._evict()
                 continue
             said = ""
             if not self._enter(peer):
@@ -355,6 +357,16 @@ def _hang_up(peer: socket.socket) -> None:
     """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
     with suppress(OSError):  # it is closed already
         peer.shutdown(socket.SHUT_RDWR)
+
+
+def _has_peer(listener: socket.socket) -> bool:
+    """Whether a connection waits to be accepted."""
+    poll = select.poll()
+    try:
+        poll.register(listener, select.POLLIN)
+    except ValueError:  # closed meanwhile
+        return False
+    return bool(poll.poll(0))
 
 
 def raise_descriptor_limit() -> None:

@@ -75,7 +75,8 @@ def test_with_a_leaking_consumer_outputs_take_the_own_path_and_come_back_when_le
         assert longest < 0.4
         reasons = worker.wait_handed_back(3)
         assert all(
-            "in 1 leases, the oldest for" in reason and "pool_max_bytes" in reason for reason in reasons.values()
+            "in 1 regions (1 of them leases), the oldest for" in reason and "pool_max_bytes" in reason
+            for reason in reasons.values()
         )
         for staged, _ in worker.handed_back:
             assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
