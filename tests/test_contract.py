@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from conftest import GPUS
 from engine_checks import assert_same, torch
 from engine_harness import BATCH, STEP, STREAM, engine
+
+from worker_shim.demo.engine import nvidia_gpus
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +29,7 @@ EXECUTORS = [
     (mode, backend)
     for mode in MODES
     for backend in (PACKER, "mp")
-    if backend == PACKER or "step_execution" in MODES[mode][1] or GPUS
+    if backend == PACKER or "step_execution" in MODES[mode][1] or nvidia_gpus()
 ]
 # Not "dict" and not "static": vllm-omni's own path cannot pack the one's empty view, and `uni` overwrites the other.
 BEHAVIOURS = ["image", "bfloat16", "small", "noncontiguous", "views", "wordy", "trajectory", "media", "everything"]

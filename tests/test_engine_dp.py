@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import GPUS
 from engine_checks import (
     References,
     Residue,
@@ -27,7 +26,12 @@ from engine_harness import RunningEngine, engine
 from packer_process import wait_until
 from test_engine_faults import stopped
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(GPUS), reason="two ranks on one device: the host only")]
+from worker_shim.demo.engine import nvidia_gpus
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(bool(nvidia_gpus()), reason="two ranks on one device: the host only"),
+]
 
 IMAGE = {"height": 512, "width": 512}
 
