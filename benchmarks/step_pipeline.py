@@ -11,6 +11,8 @@ They are read in a later ``post_decode``, so nothing waits between them. What an
 (ours: the staging copy) counts as gap. Without a GPU the marks are the clock's.
 A step here is next to nothing and the decoded output is there already, so all that the CPUs of worker and engine do between
 two steps shows. Behind a real step, which the worker submits and does not wait for, part of that would be hidden.
+Without a GPU the worker copies on one thread: with one for each core, as torch has it, its copies wait for a core that the
+engine polls its queue on, which says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ class StepPipeline(SyntheticPipeline):
         self._streaming = od_config.streaming_output
         self._contents: dict[tuple[Any, ...], torch.Tensor] = {}
         self._gaps: Gaps | None = None
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)  # Note [The gap]
 
     def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
         self._clock.begin()
