@@ -141,6 +141,8 @@ def measure(cases: list[Case], seconds: float) -> Iterator[list[dict[str, Any]]]
     """The rows of each case as soon as they are there. Each mode has engines of its own, whose starts do not count."""
     for mode, config in MODES.items():
         of_mode = [case for case in cases if case.mode == mode]
+        if not of_mode:
+            continue
         with open_sides(PIPELINE, **config) as sides:
             pairs = [Pairs(side) for side in sides]
             budget = Budget(seconds / len(MODES), len(of_mode))
