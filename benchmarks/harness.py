@@ -100,21 +100,25 @@ class Side:
 
 
 @contextlib.contextmanager
-def open_sides() -> Iterator[list[Side]]:
-    """The engines this machine can run, all up: the packer's, and with a GPU vllm-omni's own ``mp``."""
+def open_sides(pipeline: str = PIPELINE, **config: Any) -> Iterator[list[Side]]:
+    """The engines this machine can run, all up: the packer's, and vllm-omni's own ``mp`` with a GPU or in step mode.
+
+    ``config`` goes into OmniDiffusionConfig.
+    """
     import torch
 
     from worker_shim.demo.engine import engine
     from worker_shim.demo.timing import Arrivals
 
-    backends = {"packer": PACKER, "mp": "mp"} if machine.gpus() else {"packer": PACKER}
+    with_mp = machine.gpus() or config.get("step_execution")
+    backends = {"packer": PACKER, "mp": "mp"} if with_mp else {"packer": PACKER}
     with contextlib.ExitStack() as stack:
         sides = []
         for impl, backend in backends.items():
             say(f"starting the engine {impl}")
             settings = {"packer": ON_GPU_SETTINGS} if impl == "packer" and machine.gpus() else {}
             running = stack.enter_context(
-                engine(backend, PIPELINE, dtype=torch.float32, additional_config={**settings})
+                engine(backend, pipeline, dtype=torch.float32, additional_config={**settings}, **config)
             )
             if impl == "packer" and not running.executor.packer_pids:
                 raise SystemExit("the engine did not get a packer: see the log above")

@@ -47,6 +47,13 @@ _ABOUT = {
         " call of `_return_result` and the staging copy are inside the time. Forwards follow one another until the worker is"
         " rid of the output, and each of them is a sample. `varying`: sizes from half to all of what is named.",
     ),
+    "overlap": (
+        "Overlap",
+        "The gap that an output leaves on the worker's device between the end of the step that made it and the beginning of"
+        " the next: `step`, from the final step of one request to the first of the next, with two in flight and"
+        " `max_num_seqs=1`; `stream`, from the last step of a chunk to the first of the next chunk. The steps take next to no"
+        " time, so nothing is hidden behind them. `between`: the gap between steps that carry no output, on the same side.",
+    ),
     "footprint": (
         "Footprint",
         "The packer's process with an engine and a worker connected, beside a process that makes a CUDA context and a pinned"
@@ -91,6 +98,9 @@ def targets(results: dict[str, Result]) -> list[Target]:
     bare, theirs = single.get("bare_copy", {}), single.get("mp", {})
     costs = [row for row in _rows(results, "worker_cost") if row["impl"] == "packer"]
     beside = [row for row in _rows(results, "interference") if row["impl"] == "packer"]
+    gaps = [
+        row for row in _rows(results, "overlap") if row["impl"] == "packer" and _key(row) == (VIDEO_BYTES, "float32")
+    ]
     footprint = [row for row in _rows(results, "footprint") if row["impl"] == "packer"]
     full = [
         row
@@ -127,6 +137,11 @@ def targets(results: dict[str, Result]) -> list[Target]:
     ):
         pairs = over(theirs, [row for row in ours.values() if _key(row) == (nbytes, dtype)])
         found.append(_fraction(f"ours over vllm-omni `mp`, {name}", times, pairs))
+    for mode, figure in (
+        ("step", "gap between requests in step mode, 573 MB: ours over `mp`"),
+        ("stream", "gap between streamed chunks, 573 MB: ours over `mp`"),
+    ):
+        found.append(_fraction(figure, 10, [(row["ratio_to_mp"], "") for row in gaps if row["mode"] == mode]))
     found += [
         _least(
             "8 in flight, 573 MB: PCIe bandwidth used", 95.0, [(row["pcie_fraction"] * 100, "") for row in full], " %"
@@ -317,6 +332,21 @@ def _interference_table(rows: list[Row]) -> list[str]:
     return _table(head, body)
 
 
+def _overlap_table(rows: list[Row]) -> list[str]:
+    body = [
+        [
+            row["mode"],
+            _name(row),
+            row["impl"],
+            row["samples"],
+            *(_number(row[key]) for key in ("p50_ms", "p95_ms", "max_ms", "between_p50_ms")),
+            _number(row["ratio_to_mp"]) if "ratio_to_mp" in row else "",
+        ]
+        for row in rows
+    ]
+    return _table(["mode", "output", "side", "samples", "p50 ms", "p95", "max", "between p50", "p50 over mp"], body)
+
+
 def _footprint_table(rows: list[Row]) -> list[str]:
     body = [
         [
@@ -346,6 +376,7 @@ _TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "handoff": _handoff_table,
     "worker_cost": _worker_cost_table,
     "interference": _interference_table,
+    "overlap": _overlap_table,
     "footprint": _footprint_table,
 }
 
@@ -433,6 +464,18 @@ def _plot_interference(pyplot: Any, rows: list[Row]) -> Any:
     return figure
 
 
+def _plot_overlap(pyplot: Any, rows: list[Row]) -> Any:
+    figure, all_axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axes, mode in zip(all_axes, ("step", "stream"), strict=True):
+        of_mode = [row for row in rows if row["mode"] == mode]
+        _lines(axes, of_mode, "p50_ms", marker="o")
+        _lines(axes, of_mode, "p95_ms", linestyle=":", marker=".")
+        axes.set_title(mode)
+    all_axes[0].set_ylabel("ms without a step")
+    all_axes[0].legend()
+    return figure
+
+
 def _plot_footprint(pyplot: Any, rows: list[Row]) -> Any:
     values = {"rss_mb": "resident MB", "gpu_mb": "GPU MB", "ready_s": "ready s", "idle_cpu_percent": "idle CPU %"}
     figure, all_axes = pyplot.subplots(1, len(values), figsize=(10, 3))
@@ -448,6 +491,7 @@ _PLOTS: dict[str, Callable[[Any, list[Row]], Any]] = {
     "handoff": _plot_handoff,
     "worker_cost": _plot_worker_cost,
     "interference": _plot_interference,
+    "overlap": _plot_overlap,
     "footprint": _plot_footprint,
 }
 

@@ -1,9 +1,10 @@
-"""All benchmarks that this machine can run, in one process: the engines are started once.
+"""All benchmarks that this machine can run, in one process: the engines of request mode are started once.
 
     python -m benchmarks.run [--out DIR]
 
-They are handoff, worker_cost, interference and footprint, each also a module of its own: `python -m benchmarks.handoff`.
-`--seconds` is for handoff and for interference, each; footprint takes about a minute more on a GPU.
+They are handoff, worker_cost, interference, overlap and footprint, each also a module of its own: `python -m
+benchmarks.handoff`. `--seconds` is for handoff and for interference, each; overlap takes at most a minute of it, and footprint
+about one on a GPU.
 
 Writes DIR/<benchmark>_<machine>.json, anew with every row: a run that is cut short leaves what it has measured. DIR is
 benchmarks/results on a GPU and build/benchmarks elsewhere or with --quick. `python -m benchmarks.report` makes
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import footprint, handoff, interference, machine
+from benchmarks import footprint, handoff, interference, machine, overlap
 from benchmarks.harness import ROOT, Side, arguments, is_quick, open_sides, say, set_up, table
 
 
@@ -35,11 +36,17 @@ def main() -> None:
     costs = machine.Recorder(file("worker_cost"), "worker_cost", **handoff.facts())
     handoffs = machine.Recorder(file("handoff"), "handoff", **handoff.facts())
     forwards = machine.Recorder(file("interference"), "interference", **interference.facts())
+    gaps = machine.Recorder(file("overlap"), "overlap", **overlap.facts())
     footprints = machine.Recorder(file("footprint"), "footprint", **footprint.facts(quick))
 
     def run_footprint() -> None:
         for row in footprint.measure(footprint.plan(footprint.SECONDS, quick)):
             footprints.add(row)
+
+    def run_overlap() -> None:
+        seconds = min(options.seconds, overlap.SECONDS)
+        for rows in overlap.measure(overlap.QUICK if quick else overlap.ON_GPU, seconds):
+            gaps.add(*rows)
 
     def run_handoff(sides: list[Side]) -> None:
         for measured in handoff.measure(sides, handoff.QUICK if quick else handoff.ON_GPU, options.seconds):
@@ -54,8 +61,9 @@ def main() -> None:
     failed = _failed(run_footprint)
     with open_sides() as sides:
         failed += _failed(lambda: run_handoff(sides)) + _failed(lambda: run_interference(sides))
-        for recorder in (handoffs, costs, forwards, footprints):
-            print(table(recorder.benchmark, recorder.rows), file=stdout, flush=True)
+    failed += _failed(run_overlap)
+    for recorder in (handoffs, costs, forwards, gaps, footprints):
+        print(table(recorder.benchmark, recorder.rows), file=stdout, flush=True)
     say(f"results are in {out}; {failed} benchmarks failed")
     raise SystemExit(1 if failed else 0)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import footprint, handoff, harness, machine, report
+from benchmarks import footprint, handoff, harness, machine, overlap, report
 from worker_shim.demo.figures import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ["engine_smoke", "footprint", "handoff", "interference", "report", "run", "worker_cost"]
+MODULES = ["engine_smoke", "footprint", "handoff", "interference", "overlap", "report", "run", "worker_cost"]
 VIDEO = 768 * 768 * 81 * 3 * 4
 
 
@@ -67,6 +67,85 @@ def test_a_process_is_measured_from_proc():
     assert found.threads >= 1
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("mode", ["step", "stream"])
+def test_the_gaps_of_both_sides_are_measured_and_every_output_compared(mode):
+    case = overlap.Case(mode, (1, 3, 1, 64, 64), "float32", 2, {"packer": 2, "mp": 1})
+    (rows,) = overlap.measure([case], 60.0)
+    samples = {row["impl"]: row["samples"] for row in rows}
+    assert samples == ({"packer": 4, "mp": 2} if mode == "step" else {"packer": 16, "mp": 8})
+    for row in rows:
+        assert (row["mode"], row["nbytes"], row["dtype"]) == (mode, 3 * 64 * 64 * 4, "float32")
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["max_ms"]
+        assert row["between_p50_ms"] > 0
+        assert "trimmed_from" not in row
+    assert ["ratio_to_mp" in row for row in rows] == [True, False]
+
+
+@pytest.mark.engine
+def test_a_gap_lies_between_the_last_end_and_the_first_beginning_after_it():
+    from benchmarks.step_pipeline import Gaps
+
+    gaps = Gaps(on_gpu=False)
+    gaps.begin()
+    assert gaps.take() == [], "no step ended before it"
+    gaps.end()
+    before = time.perf_counter()
+    gaps.end()
+    gaps.begin()
+    longest = time.perf_counter() - before
+    gaps.begin()
+    gaps.end()
+    gaps.begin()
+    (first, _) = gaps.take()
+    assert 0 <= first <= longest
+    assert gaps.take() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+def test_a_gap_on_a_gpu_is_the_devices_time_not_the_cpus():
+    import torch
+
+    from benchmarks.step_pipeline import Gaps
+
+    gaps = Gaps(on_gpu=True)
+    gaps.end()  # makes the context
+    gaps.begin()
+    torch.cuda._sleep(200_000_000)  # about 0.1 s of the device; the CPU goes on
+    gaps.end()
+    gaps.begin()
+    torch.cuda._sleep(200_000_000)
+    gaps.end()
+    torch.cuda._sleep(200_000_000)
+    gaps.begin()
+    _, behind_a_step, idle = gaps.take()
+    assert behind_a_step < 0.01
+    assert idle > 0.05
+
+
+def test_outputs_that_are_not_what_the_worker_made_end_the_run():
+    torch = pytest.importorskip("torch")
+
+    class Chunk:
+        def __init__(self, *values):
+            self.images = [torch.tensor(values)]
+
+    class Pairs:
+        impl = "mp"
+
+        def run(self, case):
+            return [[Chunk(1.0, 0.0)], [Chunk(2.0)]]
+
+    case = overlap.Case("step", (2,), "float32", 1, {"mp": 1})
+    overlap._warm_up(Pairs(), case, [torch.tensor([1.0, 0.0]), torch.tensor([2.0])])
+    for other in ([1.0, -0.0], [1.0], [1.0, float("nan")]):
+        with pytest.raises(SystemExit, match="not what the worker made"):
+            overlap._warm_up(Pairs(), case, [torch.tensor(other), torch.tensor([2.0])])
+    with pytest.raises(SystemExit, match="not what the worker made"):
+        overlap._warm_up(Pairs(), case, [torch.tensor([1.0, 0.0])])
+
+
 def test_a_run_that_is_cut_short_leaves_its_rows(tmp_path):
     recorder = machine.Recorder(tmp_path / "a_host.json", "a", notes=["why"])
     recorder.add({"impl": "packer", "p50_ms": 1.0})
@@ -87,6 +166,11 @@ def handoff_row(impl, nbytes, p50_ms, *, dtype="float32", in_flight=1, **more):
 def forward_row(impl, p50_ratio, p95_ratio):
     common = {"forward": "gemm", "impl": impl, "nbytes": VIDEO, "varying": True, "samples": 100}
     return {**common, "p50_ms": 20.0, "p95_ms": 21.0, "max_ms": 22.0, "p50_ratio": p50_ratio, "p95_ratio": p95_ratio}
+
+
+def gap_row(mode, impl, nbytes, p50_ms, **more):
+    common = {"mode": mode, "impl": impl, "nbytes": nbytes, "dtype": "float32", "samples": 30}
+    return {**common, "p50_ms": p50_ms, "p95_ms": p50_ms * 1.1, "max_ms": p50_ms * 2, "between_p50_ms": 1.0, **more}
 
 
 def footprint_row(impl, **more):
@@ -115,6 +199,14 @@ ROWS = {
         {"impl": "mp", "nbytes": VIDEO, "dtype": "float32", "p50_us": 90.0, "p99_us": 900.0},
     ],
     "interference": [forward_row("none", 1, 1), forward_row("packer", 1.01, 1.2), forward_row("mp", 1.1, 20.0)],
+    "overlap": [
+        gap_row("step", "packer", 12 << 20, 2.0, ratio_to_mp=0.12),
+        gap_row("step", "mp", 12 << 20, 16.0),
+        gap_row("step", "packer", VIDEO, 2.5, ratio_to_mp=0.002),
+        gap_row("step", "mp", VIDEO, 1250.0),
+        gap_row("stream", "packer", VIDEO, 130.0, ratio_to_mp=0.11),
+        gap_row("stream", "mp", VIDEO, 1180.0),
+    ],
     "footprint": [footprint_row("packer", waiting_cpu_percent=0.02), footprint_row("torch")],
 }
 
@@ -137,6 +229,8 @@ def test_each_line_of_the_issue_is_judged_by_its_worst_row(results):
     assert judged["hand-off p50 minus bare copy, 3 MB and 12 MB"][2:] == ("0.46 ms (12 MB float32)", False)
     assert judged["ours over vllm-omni `mp`, 573 MB float32"][1:] == ("at most 1/40", "1/63.6", True)
     assert judged["ours over vllm-omni `mp`, 12 MB float32"].met is None
+    assert judged["gap between requests in step mode, 573 MB: ours over `mp`"][1:] == ("at most 1/10", "1/500", True)
+    assert judged["gap between streamed chunks, 573 MB: ours over `mp`"][2:] == ("1/9.09", False)
     assert judged["8 in flight, 573 MB: PCIe bandwidth used"][2:] == ("97 %", True)
     assert judged["forward beside our output over alone: p95"][2:] == ("1.2 (gemm, 573 MB, varying)", False)
     assert judged["`_return_result`, p99"].met is False
