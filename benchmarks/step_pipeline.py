@@ -87,7 +87,7 @@ class StepPipeline(SyntheticPipeline):
         state.latents = torch.zeros(1, 64, device=device)
         state.prompt_embeds = torch.zeros(1, 1, 64, device=device)
         state.prompt_embeds_mask = torch.ones(1, 1, device=device)
-        state.timesteps = torch.arange(steps, dtype=torch.float32)
+        state.timesteps = torch.arange(steps, dtype=torch.float32, device=device)
         if self._streaming:
             state.total_chunks, state.chunk_num_steps = (state.sampling.extra_args or {}).get("chunks", 1), steps
         return state
