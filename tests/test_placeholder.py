@@ -137,13 +137,13 @@ def test_the_size_of_an_output_is_that_of_its_tensors_also_in_a_batch_and_in_med
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-    from worker_shim.step import outputs_nbytes
+    from worker_shim.skeleton import tensors_nbytes
 
     plain = DiffusionOutput(output={"image": torch.zeros(10), "text": "long" * 100}, trajectory_latents=torch.zeros(5))
-    assert outputs_nbytes(plain) == 60
+    assert tensors_nbytes(plain) == 60
     video = DiffusionOutput(media=media())
     batch = BatchRunnerOutput.from_list([RunnerOutput("a", None, True, plain), RunnerOutput("b", None, True, video)])
-    assert outputs_nbytes(batch) == 60 + 4 * 24
+    assert tensors_nbytes(batch) == 60 + 4 * 24
 
 
 def media(*, prepared: bool = True, channels: int = 3) -> Any:
