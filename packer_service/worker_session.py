@@ -297,10 +297,6 @@ class WorkerSession:
             transfer = self._transfers.get(message.output)
             if transfer is None or (transfer.copied and transfer.second is not None):
                 return  # it was complete after all
-            if transfer.host_fd is not None:
-                close_fds([transfer.host_fd])
-                transfer.host_fd = None
-                self._host_memfds -= 1
             transfer.second = Withdraw(message.output, message.error)
             copied = transfer.copied
             # What came before must not pass for complete. The worker fails its outputs in order, so that is for a broken one.
