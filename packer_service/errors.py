@@ -47,6 +47,10 @@ class DeviceError(PackerError):
     """The device or its driver refused a call; the message carries the driver's name for it."""
 
 
+class DeviceBusy(DeviceError):
+    """The device takes no wait just now: memory is being given back. It does again in a moment."""
+
+
 class PoolExhausted(PackerError):
     """No host memory for an output within the time a setting allows."""
 

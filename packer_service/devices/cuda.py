@@ -18,10 +18,12 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from packer_service import affinity
-from packer_service.devices.base import Arena, Timeline
+from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceError
 from packer_service.timeline import TimelinePage
 
@@ -86,7 +88,8 @@ def device_uuid(device: Any) -> str:
 class CudaArena:
     """A worker's chunk behind its IPC handle. The import keeps the memory alive even when the worker is gone."""
 
-    def __init__(self, handle: bytes, nbytes: int) -> None:
+    def __init__(self, handle: bytes, nbytes: int, closer: Closer) -> None:
+        self._closer = closer
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self.pointer = int(call(driver.cuIpcOpenMemHandle, handle_from(driver.CUipcMemHandle, handle), flags))
         self.nbytes = nbytes
@@ -98,17 +101,16 @@ class CudaArena:
             self.close()
             raise
 
-    def close(self) -> None:
-        if self.pointer:
-            pointer, self.pointer = self.pointer, 0
-            call(driver.cuIpcCloseMemHandle, pointer)
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        self._closer.close_later(lambda: call(driver.cuIpcCloseMemHandle, self.pointer), then)
 
 
 class CudaTimeline:
     """A counter in a page that both processes have registered: the worker's stream writes it, ours waits for it."""
 
-    def __init__(self, page: TimelinePage) -> None:
+    def __init__(self, page: TimelinePage, closer: Closer) -> None:
         self.page = page
+        self._closer = closer
         try:
             call(driver.cuMemHostRegister, page.address, page.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
             self.pointer = int(call(driver.cuMemHostGetDevicePointer, page.address, 0))
@@ -117,8 +119,7 @@ class CudaTimeline:
             raise
 
     def close(self) -> None:
-        call(driver.cuMemHostUnregister, self.page.address)
-        self.page.close()
+        self._closer.close_later(lambda: call(driver.cuMemHostUnregister, self.page.address), self.page.close)
 
 
 class CudaMarker:
@@ -150,9 +151,10 @@ class CudaStream:
     One thread submits at a time, one synchronizes markers; the list of idle events is the only thing they share.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, closer: Closer) -> None:
         self.bytes_per_s = _FIRST_GUESS_BYTES_PER_S
         self._device = device
+        self._closer = closer
         self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._imported: dict[bytes, Any] = {}  # the worker's events
         self._idle: list[Any] = []  # our own events
@@ -161,7 +163,10 @@ class CudaStream:
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, CudaTimeline)
-        call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ)
+        self._closer.submit_wait(
+            lambda: timeline.page.counter >= value,
+            lambda: call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ),
+        )
         self._start()
 
     def wait_event(self, handle: bytes) -> None:
@@ -169,7 +174,10 @@ class CudaStream:
         if event is None:
             event = call(driver.cuIpcOpenEventHandle, handle_from(driver.CUipcEventHandle, handle))
             self._imported[handle] = event
-        call(driver.cuStreamWaitEvent, self._stream, event, 0)
+        self._closer.submit_wait(
+            lambda: driver.cuEventQuery(event)[0] != _NOT_READY,
+            lambda: call(driver.cuStreamWaitEvent, self._stream, event, 0),
+        )
         self._start()
 
     def _start(self) -> None:
@@ -205,10 +213,11 @@ class CudaStream:
             self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
+        self._closer.close_later(self._close)
+
+    def _close(self) -> None:
         for event in (*self._imported.values(), *self._idle):
             driver.cuEventDestroy(event)
-        self._imported.clear()
-        self._idle.clear()
         call(driver.cuStreamDestroy, self._stream)
 
 
@@ -239,6 +248,7 @@ class CudaDevice:
         self._lock = threading.Lock()  # guards the two lists below
         self._starts: list[int] = []  # of every registration, sorted
         self._sizes: dict[int, int] = {}
+        self._closer = Closer(self.bind_thread)
 
     def bind_thread(self) -> None:
         call(driver.cuCtxSetCurrent, self._context)
@@ -253,20 +263,27 @@ class CudaDevice:
                 done.append(address + offset)
         except BaseException:
             for start in done:
-                driver.cuMemHostUnregister(start)
+                self._unregister(start)
+            self._closer.drain()
             raise
         with self._lock:
             for start in done:
                 bisect.insort(self._starts, start)
                 self._sizes[start] = min(REGISTER_BYTES, address + nbytes - start)
 
-    def unregister(self, address: int, nbytes: int) -> None:
+    def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         """Undo ``register(address, nbytes)``."""
+        starts = range(address, address + nbytes, REGISTER_BYTES)
         with self._lock:
-            for start in range(address, address + nbytes, REGISTER_BYTES):
-                call(driver.cuMemHostUnregister, start)
+            for start in starts:
                 self._starts.remove(start)
                 del self._sizes[start]
+        for start in starts:
+            self._unregister(start)
+        self._closer.close_later(nothing, then)
+
+    def _unregister(self, start: int) -> None:
+        self._closer.close_later(lambda: call(driver.cuMemHostUnregister, start))
 
     def registration_end(self, address: int) -> int:
         """Where the registration that holds ``address`` ends."""
@@ -275,16 +292,20 @@ class CudaDevice:
             return start + self._sizes[start]
 
     def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> CudaArena:
-        return CudaArena(handle, nbytes)
+        return CudaArena(handle, nbytes, self._closer)
 
     def open_timeline(self, page: TimelinePage) -> CudaTimeline:
-        return CudaTimeline(page)
+        return CudaTimeline(page, self._closer)
 
     def open_stream(self) -> CudaStream:
-        return CudaStream(self)
+        return CudaStream(self, self._closer)
 
     def failure(self) -> str:
         return context_failure()
 
+    def drain(self) -> None:
+        self._closer.drain()
+
     def close(self) -> None:
+        self._closer.stop()
         call(driver.cuDevicePrimaryCtxRelease, self._device)
