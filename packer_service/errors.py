@@ -48,7 +48,7 @@ class DeviceError(PackerError):
 
 
 class DeviceBusy(DeviceError):
-    """The device takes no wait just now: memory is being given back. It does again in a moment."""
+    """A stream may not wait for an unfinished forward now. Submit again until it may, or need not wait any more."""
 
 
 class PoolExhausted(PackerError):

@@ -605,9 +605,8 @@ class WorkerSession:
             counter = self._timeline.page.counter if self._timeline is not None else 0
             if transfer.copied:
                 state = "copied" if not transfer.abandoned else f"failed ({transfer.abandoned})"
-            elif transfer.marker is None:
-                complete = len(transfer.regions) == len(transfer.export.pieces)
-                state = "waiting for its turn on the device" if complete else "waiting for room in the pool"
+            elif len(transfer.regions) < len(transfer.export.pieces):
+                state = "waiting for room in the pool"
             elif transfer.export.ready > counter:
                 state = "waiting for the worker's forward"
             else:

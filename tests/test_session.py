@@ -232,7 +232,7 @@ def test_while_memory_is_to_be_given_back_an_output_waits_for_its_own_forward_on
         worker.channel.send(UnmapArena(7))
         value = worker.export("output", worker.write(b"unfinished"), complete=False)
         worker.skeleton("output")
-        wait_until(lambda: "turn on the device" in state_of(engine, "output"), "the output has a region and no copy")
+        wait_until(lambda: "forward" in state_of(engine, "output"), "the packer knows of the output")
         worker.write(b"now it is ")
         worker.reach(value)
         assert engine.read(engine.next()) == [b"now it is "]

@@ -47,7 +47,7 @@ class Stream(Protocol):
     """Work in order, beside other streams. Submitting never waits for the work."""
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
-        """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may not wait now."""
+        """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may wait for nothing unmet now."""
         ...
 
     def wait_event(self, handle: bytes) -> None:
