@@ -214,6 +214,13 @@ def an_error_returned(pipeline: Pipeline, params: Any, image: torch.Tensor) -> D
     return DiffusionOutput(error=f"{ERROR}: seed {params.seed}")
 
 
+def an_image_the_device_breaks_at(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    """An image after which the GPU is busy for a while, and then meets an assertion: its context is broken from then on."""
+    torch.cuda._sleep(1_000_000_000)
+    torch._assert_async(torch.zeros((), device=image.device))
+    return DiffusionOutput(output=image)
+
+
 BEHAVIOURS = {
     "image": an_image,
     "bfloat16": a_bfloat16_image,
@@ -230,6 +237,7 @@ BEHAVIOURS = {
     "small_unpicklable": a_small_unpicklable_dict,
     "error": an_error_raised,
     "output_error": an_error_returned,
+    "device_assert": an_image_the_device_breaks_at,
 }
 
 
