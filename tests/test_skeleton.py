@@ -6,11 +6,15 @@ No packer here: ``through`` does to the bytes what the way through it does, piec
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import io
 import itertools
 import pickle
 import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -455,6 +459,56 @@ def test_a_mac_depends_on_key_output_and_payload():
     assert len(set(macs)) == len(macs)
     assert {len(mac) for mac in macs} == {32}
     assert skeleton.mac(KEY, "a", memoryview(b"payload")) == skeleton.mac(KEY, "a", b"payload")
+
+
+# -- how long it is held -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Whatever dies meanwhile dies because nobody refers to it any more."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def nested() -> tuple[dict[str, Any], list[weakref.ref[Any]]]:
+    """An output of several kinds of containers, and references to its arrays."""
+    arrays = [content(torch.float32, (5000,)), np.arange(5000), content(torch.float32, (5,))]
+    output = {"media": Media([arrays[0]], (arrays[1],)), "slots": Slotted(arrays[2])}
+    return output, [weakref.ref(array) for array in arrays]
+
+
+def test_nothing_keeps_the_arrays_of_an_output_once_they_were_found():
+    output, references = nested()
+    with no_garbage_collection():
+        assert len(skeleton.find_tensors(output, lambda tensor: True)) == 2
+        assert skeleton.tensors_nbytes(output) > 0
+        del output
+        assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
+def test_nothing_keeps_the_arrays_of_an_output_once_it_was_dumped_and_loaded(staged):
+    output, references = nested()
+    with no_garbage_collection():
+        got = through(output, staged=staged)
+        references += [weakref.ref(got["media"].frames[0]), weakref.ref(got["slots"].value)]
+        del output, got
+        assert [reference() for reference in references] == [None] * 5
+
+
+def test_nothing_keeps_the_arrays_of_an_output_that_could_not_be_pickled():
+    output, references = nested()
+    output["callback"] = lambda: None
+    with no_garbage_collection():
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            skeleton.dump(output, {}, lambda tensor: tensor)
+        del output
+        assert [reference() for reference in references] == [None] * 3
 
 
 # -- where arrays go in the arena --------------------------------------------------------------------------------------

@@ -83,37 +83,37 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-
-    def visit(value: object, depth: int) -> None:
+    # A stack rather than a function that calls itself: such a closure is a reference cycle, which would keep the output,
+    # and its device memory, until the garbage collector comes by.
+    stack: list[tuple[Any, int]] = [(output, 0)]
+    while stack:
+        value, depth = stack.pop()
+        children: Any
         if isinstance(value, torch.Tensor):
             if is_plain_tensor(value) and wanted(value):
                 found.setdefault(id(value), value)
-            return
-        children: Any
+            continue
         if isinstance(value, dict):
             children = value.values()
         elif isinstance(value, (list, tuple)):
             children = value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        elif hasattr(type(value), "__dataclass_fields__"):
             children = (
                 vars(value).values()
                 if hasattr(value, "__dict__")
                 else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
             )
         else:
-            return
-        if depth >= _MAX_DEPTH or id(value) in seen:
-            return
-        seen.add(id(value))
-        for child in children:
-            if child is not None and type(child) not in _LEAVES:
-                visit(child, depth + 1)
-
-    visit(output, 0)
+            continue
+        if depth < _MAX_DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
+            inner.reverse()
+            stack += inner
     return list(found.values())
 
 
-_LEAVES = frozenset({str, int, float, bool, bytes})
+_LEAVES = frozenset({type(None), str, int, float, bool, bytes})
 
 
 def is_plain_tensor(value: object) -> bool:
