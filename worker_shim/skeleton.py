@@ -8,6 +8,7 @@ MAC of that engine's own worker: whoever carries it in between cannot make one.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import hashlib
 import hmac
@@ -25,6 +26,7 @@ from packer_service.extents import align
 INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
 ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
 _MAX_DEPTH = 12
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
 class Place(NamedTuple):
@@ -126,32 +128,42 @@ def is_plain_tensor(value: object) -> bool:
     )
 
 
-def _is_plain_ndarray(value: object) -> bool:
-    return type(value) is np.ndarray and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
+def _is_plain_ndarray(value: np.ndarray) -> bool:
+    return not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles everything but arrays."""
+def _array(number: int) -> Any:
+    """Stands in a skeleton for array ``number``; only ``load`` knows which that is."""
+    raise pickle.UnpicklingError(f"array {number} is beside the skeleton, not in it")
 
-    def __init__(self, file: io.BytesIO, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+
+class _Arrays:
+    """The table of an output's arrays, while that is pickled: a pickler calls here for arrays, and for nothing else.
+
+    It looks a reducer up by exact type, so that a subclass pickles itself; and it remembers the placeholder of each object,
+    so that one that stands in two places is one array.
+    """
+
+    def __init__(self, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.specs: list[ArraySpec] = []
         self.host = HostArrays()
         self._staged = staged
         self._to_host = to_host
-        self._numbers: dict[int, int] = {}
-        self._alive: list[object] = []  # an id names an object only while that object lives
 
-    def persistent_id(self, value: object) -> int | None:
-        if not (isinstance(value, torch.Tensor) and is_plain_tensor(value)) and not _is_plain_ndarray(value):
-            return None
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.specs)
-            self._alive.append(value)
-            spec = self._tensor(value) if isinstance(value, torch.Tensor) else self._ndarray(value)  # type: ignore[arg-type]
-            self.specs.append(spec)
-        return number
+    def reducers(self) -> dict[type, Callable[[Any], Any]]:
+        """For a pickler's ``dispatch_table``, which takes the place of ``copyreg``'s."""
+        tensor, ndarray = self._reduce_tensor, self._reduce_ndarray
+        return {**copyreg.dispatch_table, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: ndarray}
+
+    def _reduce_tensor(self, value: torch.Tensor) -> Any:
+        return self._placeholder(self._tensor(value)) if is_plain_tensor(value) else value.__reduce_ex__(_PROTOCOL)
+
+    def _reduce_ndarray(self, value: np.ndarray) -> Any:
+        return self._placeholder(self._ndarray(value)) if _is_plain_ndarray(value) else value.__reduce_ex__(_PROTOCOL)
+
+    def _placeholder(self, spec: ArraySpec) -> tuple[Callable[[int], Any], tuple[int]]:
+        self.specs.append(spec)
+        return _array, (len(self.specs) - 1,)
 
     def _tensor(self, tensor: torch.Tensor) -> ArraySpec:
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -193,10 +205,12 @@ def dump(
     ``staged`` says by ``id()`` where each staged tensor is; ``to_host`` brings any other tensor to the host. Raises what
     pickling raises.
     """
+    arrays = _Arrays(staged, to_host)
     file = io.BytesIO()
-    pickler = _Pickler(file, staged, to_host)
+    pickler = pickle.Pickler(file, _PROTOCOL)
+    pickler.dispatch_table = arrays.reducers()
     pickler.dump(output)
-    return _encode(_Payload(tuple(pickler.specs), file.getvalue())), pickler.host
+    return _encode(_Payload(tuple(arrays.specs), file.getvalue())), arrays.host
 
 
 class _Unpickler(pickle.Unpickler):
@@ -204,8 +218,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._arrays = arrays
 
-    def persistent_load(self, number: Any) -> Any:
-        return self._arrays[number]
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _array.__name__ and module == __name__:
+            return self._arrays.__getitem__
+        return super().find_class(module, name)
 
 
 def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], bytes]:
