@@ -210,6 +210,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     self._report(job.output_id, error)
                 if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
                     self._settled(job.output_id)
+            del job  # else its output would stay until the next one comes
 
     def _hand_over(self, job: Staged | _OwnPath | _HandedBack | _Unsent) -> None:
         match job:
