@@ -11,6 +11,7 @@ that it can be collected, and skipped, where vllm-omni is not installed.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from vllm_omni.diffusion.media import (
     VideoTensorSpec,
     VideoValueRange,
 )
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
 DTYPE_ENVIRONMENT = "PIPELINE_DTYPE"
 """The dtype of requests that name none; float32 if unset."""
@@ -249,6 +251,15 @@ class RequestPipeline(Pipeline):
         params = batch.sampling_params
         self.denoise(params)
         return BEHAVIOURS[behaviour(params)](self, params, content(params, self.weight.device))
+
+
+class PagedPipeline(RequestPipeline):
+    """Its worker says, as in paged-KV mode, that it measured the device before the model was loaded."""
+
+    def __init__(self, *, od_config: Any) -> None:
+        super().__init__(od_config=od_config)
+        (worker,) = (each for each in gc.get_objects() if issubclass(type(each), DiffusionWorker))
+        worker.init_snapshot = object()
 
 
 class BatchPipeline(Pipeline):

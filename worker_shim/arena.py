@@ -110,6 +110,12 @@ class Arena:
                 return None
         return slots
 
+    def reserve(self) -> None:
+        """Grow to ``max_bytes`` now, so that whoever measures the device counts it. Main thread only."""
+        left = self.max_bytes - self.nbytes
+        if left:
+            self._grow(left)
+
     def _grow(self, nbytes: int) -> bool:
         """Add a chunk with room for ``nbytes``: twice that where the limit allows, so that the next output finds room too."""
         left = self.max_bytes - self.nbytes

@@ -55,6 +55,13 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("_create_worker", "_async_output_loop", "_async_output_queue", "_async_output_thread", "step_execution"),
     ),
     (f"{_WORKER}._create_worker", ("self", "gpu_id"), ()),
+    ("vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.__init__", ("self",), ("init_snapshot",)),
+    (
+        "vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.determine_available_kv_memory",
+        ("self",),
+        ("determine_local_memory", "init_snapshot"),
+    ),
+    ("vllm_omni.diffusion.worker.diffusion_worker:WorkerWrapperBase.__init__", ("self",), ("worker",)),
     (f"{_WORKER}._return_result", ("self", "output", "rpc_id"), ("_async_output_queue", "_async_output_pending")),
     (f"{_WORKER}._async_output_loop", ("self",), ("_async_output_pending", "_async_output_done")),
     (f"{_WORKER}._enqueue_result", ("self", "msg"), ("_result_mq_lock",)),

@@ -300,6 +300,10 @@ class Exporter:
             self._overflow_left -= nbytes
             return True
 
+    def reserve_arena(self) -> None:
+        """Have all of the arena now, before somebody else is given the memory."""
+        self._arena.reserve()
+
     def give_back_arena(self, timeout_s: float) -> None:
         """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
         self._leaving |= self._arena.take_idle()

@@ -100,6 +100,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     gpu_id,
                     error,
                 )
+        if self.exporter is not None and worker.worker.init_snapshot is not None:
+            # vllm-omni gives its KV cache whatever it does not find taken since that snapshot.
+            self.exporter.reserve_arena()
         return worker
 
     def _open_exporter(self, gpu_id: int) -> Exporter:
