@@ -8,6 +8,8 @@ back when the last of them dies, and since the array covers its own bytes and no
 pickles a segment. The mapping itself lives as long as any array over it, also after the engine was closed or the packer died.
 
 A finalizer runs wherever the garbage collector happens to be, so it only puts a number into a queue; a thread does the rest.
+It is a plain weak reference's callback: weakref.finalize is a page of Python, most of it for the end of the interpreter, where
+nothing of ours has to be given back.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class LeaseBook:
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uses: Counter[int] = Counter()  # lease -> arrays alive
+        self._alive: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # each array's reference, by its id(), and lease
         self._thread = threading.Thread(target=self._return_all, name="packer-leases", daemon=True)
         self._thread.start()
 
@@ -66,9 +69,13 @@ class LeaseBook:
         arrays = []
         for offset, nbytes in uses:
             array = np.frombuffer(memory.buffer, np.uint8, nbytes, lease.offset + offset)
-            weakref.finalize(array, self._deaths.put, lease.lease).atexit = False
+            reference = weakref.ref(array, self._died)
+            self._alive[id(reference)] = reference, lease.lease
             arrays.append(array)
         return arrays
+
+    def _died(self, reference: weakref.ref[np.ndarray]) -> None:
+        self._deaths.put(self._alive.pop(id(reference))[1])
 
     def give_back(self, lease: Lease) -> None:
         """Return a lease that no array ever used."""
