@@ -100,10 +100,10 @@ class Side:
 
 
 @contextlib.contextmanager
-def open_sides(pipeline: str = PIPELINE, **config: Any) -> Iterator[list[Side]]:
+def open_sides(pipeline: str = PIPELINE, only: str = "", **config: Any) -> Iterator[list[Side]]:
     """The engines this machine can run, all up: the packer's, and vllm-omni's own ``mp`` with a GPU or in step mode.
 
-    ``config`` goes into OmniDiffusionConfig.
+    ``only`` names the one that is wanted. ``config`` goes into OmniDiffusionConfig.
     """
     import torch
 
@@ -112,6 +112,8 @@ def open_sides(pipeline: str = PIPELINE, **config: Any) -> Iterator[list[Side]]:
 
     with_mp = machine.gpus() or config.get("step_execution")
     backends = {"packer": PACKER, "mp": "mp"} if with_mp else {"packer": PACKER}
+    if only:
+        backends = {only: backends[only]}
     with contextlib.ExitStack() as stack:
         sides = []
         for impl, backend in backends.items():
@@ -197,17 +199,18 @@ class BareCopy:
         return alike and torch.equal(output.reshape(-1).view(torch.uint8), self.target.reshape(-1).view(torch.uint8))
 
 
-def arguments(description: str | None, seconds: float, *outputs: str) -> argparse.ArgumentParser:
+def arguments(description: str | None, seconds: float | None, *outputs: str) -> argparse.ArgumentParser:
     """The options every benchmark has: ``outputs`` are those that name a file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in outputs:
         parser.add_argument(option, metavar="FILE", help="write the results there, as one JSON object")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=seconds,
-        help="wall time of the measurement, starts not counted; samples are trimmed to it (default %(default)g)",
-    )
+    if seconds is not None:
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            default=seconds,
+            help="wall time of the measurement, starts not counted; samples are trimmed to it (default %(default)g)",
+        )
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples, as without a GPU")
     return parser
 

@@ -54,6 +54,12 @@ _ABOUT = {
         " `max_num_seqs=1`; `stream`, from the last step of a chunk to the first of the next chunk. The steps take next to no"
         " time, so nothing is hidden behind them. `between`: the gap between steps that carry no output, on the same side.",
     ),
+    "steps": (
+        "Steps of a hand-off",
+        "Where the time of one hand-off goes, one output at a time: when each step begins and ends after `_return_result` was"
+        " entered, and how long it takes; medians, microseconds. The steps of three processes overlap; what lies between two"
+        " of them is waking the other process, and the Python that takes its message in.",
+    ),
     "footprint": (
         "Footprint",
         "The packer's process with an engine and a worker connected, beside a process that makes a CUDA context and a pinned"
@@ -347,6 +353,19 @@ def _overlap_table(rows: list[Row]) -> list[str]:
     return _table(["mode", "output", "side", "samples", "p50 ms", "p95", "max", "between p50", "p50 over mp"], body)
 
 
+def _steps_table(rows: list[Row]) -> list[str]:
+    body = [
+        [
+            f"{row['nbytes'] / MB:.1f} MB",
+            row["process"],
+            row["step"],
+            *(f"{row[key]:.0f}" for key in ("begin_us", "end_us", "p50_us", "p99_us")),
+        ]
+        for row in rows
+    ]
+    return _table(["output", "process", "step", "begins", "ends", "p50 us", "p99 us"], body)
+
+
 def _footprint_table(rows: list[Row]) -> list[str]:
     body = [
         [
@@ -377,6 +396,7 @@ _TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "worker_cost": _worker_cost_table,
     "interference": _interference_table,
     "overlap": _overlap_table,
+    "steps": _steps_table,
     "footprint": _footprint_table,
 }
 
@@ -476,6 +496,25 @@ def _plot_overlap(pyplot: Any, rows: list[Row]) -> Any:
     return figure
 
 
+def _plot_steps(pyplot: Any, rows: list[Row]) -> Any:
+    sizes = list(dict.fromkeys(row["nbytes"] for row in rows))
+    nbytes = sizes[min(1, len(sizes) - 1)]
+    shown = [row for row in rows if row["nbytes"] == nbytes]
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(shown) + 1.5))
+    colours = {"worker": "#2ca02c", "packer": "#1f77b4", "engine": "#ff7f0e"}
+    axes.barh(
+        range(len(shown)),
+        [row["end_us"] - row["begin_us"] for row in shown],
+        left=[row["begin_us"] for row in shown],
+        color=[colours[row["process"]] for row in shown],
+    )
+    axes.set_yticks(range(len(shown)), [f"{row['process']}: {row['step']}" for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"us after _return_result was entered, {nbytes / MB:.1f} MB")
+    axes.grid(visible=True, axis="x", alpha=0.3)
+    return figure
+
+
 def _plot_footprint(pyplot: Any, rows: list[Row]) -> Any:
     values = {"rss_mb": "resident MB", "gpu_mb": "GPU MB", "ready_s": "ready s", "idle_cpu_percent": "idle CPU %"}
     figure, all_axes = pyplot.subplots(1, len(values), figsize=(10, 3))
@@ -492,6 +531,7 @@ _PLOTS: dict[str, Callable[[Any, list[Row]], Any]] = {
     "worker_cost": _plot_worker_cost,
     "interference": _plot_interference,
     "overlap": _plot_overlap,
+    "steps": _plot_steps,
     "footprint": _plot_footprint,
 }
 

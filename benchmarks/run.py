@@ -2,9 +2,9 @@
 
     python -m benchmarks.run [--out DIR]
 
-They are handoff, worker_cost, interference, overlap and footprint, each also a module of its own: `python -m
-benchmarks.handoff`. `--seconds` is for handoff and for interference, each; overlap takes at most a minute of it, and footprint
-about one on a GPU.
+They are handoff, worker_cost, interference, overlap, steps and footprint, each also a module of its own: `python -m
+benchmarks.handoff`. `--seconds` is for handoff and for interference, each; overlap takes at most a minute of it, and steps
+and footprint together about one and a half on a GPU.
 
 Writes DIR/<benchmark>_<machine>.json, anew with every row: a run that is cut short leaves what it has measured. DIR is
 benchmarks/results on a GPU and build/benchmarks elsewhere or with --quick. `python -m benchmarks.report` makes
@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import footprint, handoff, interference, machine, overlap
+from benchmarks import footprint, handoff, interference, machine, overlap, steps
 from benchmarks.harness import ROOT, Side, arguments, is_quick, open_sides, say, set_up, table
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     handoffs = machine.Recorder(file("handoff"), "handoff", **handoff.facts())
     forwards = machine.Recorder(file("interference"), "interference", **interference.facts())
     gaps = machine.Recorder(file("overlap"), "overlap", **overlap.facts())
+    single_steps = machine.Recorder(file("steps"), "steps", **steps.facts())
     footprints = machine.Recorder(file("footprint"), "footprint", **footprint.facts(quick))
 
     def run_footprint() -> None:
@@ -47,6 +48,12 @@ def main() -> None:
         seconds = min(options.seconds, overlap.SECONDS)
         for rows in overlap.measure(overlap.QUICK if quick else overlap.ON_GPU, seconds):
             gaps.add(*rows)
+
+    def run_steps() -> None:
+        for rows in steps.measure(
+            steps.QUICK if quick else steps.ON_GPU, steps.QUICK_SAMPLES if quick else steps.SAMPLES
+        ):
+            single_steps.add(*rows)
 
     def run_handoff(sides: list[Side]) -> None:
         for measured in handoff.measure(sides, handoff.QUICK if quick else handoff.ON_GPU, options.seconds):
@@ -61,8 +68,8 @@ def main() -> None:
     failed = _failed(run_footprint)
     with open_sides() as sides:
         failed += _failed(lambda: run_handoff(sides)) + _failed(lambda: run_interference(sides))
-    failed += _failed(run_overlap)
-    for recorder in (handoffs, costs, forwards, gaps, footprints):
+    failed += _failed(run_overlap) + _failed(run_steps)
+    for recorder in (handoffs, costs, forwards, gaps, single_steps, footprints):
         print(table(recorder.benchmark, recorder.rows), file=stdout, flush=True)
     say(f"results are in {out}; {failed} benchmarks failed")
     raise SystemExit(1 if failed else 0)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import footprint, handoff, harness, machine, overlap, report
+from benchmarks import footprint, handoff, harness, machine, overlap, report, steps
 from worker_shim.demo.figures import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ["engine_smoke", "footprint", "handoff", "interference", "overlap", "report", "run", "worker_cost"]
+MODULES = ["engine_smoke", "footprint", "handoff", "interference", "overlap", "report", "run", "steps", "worker_cost"]
 VIDEO = 768 * 768 * 81 * 3 * 4
 
 
@@ -207,6 +207,9 @@ ROWS = {
         gap_row("stream", "packer", VIDEO, 130.0, ratio_to_mp=0.11),
         gap_row("stream", "mp", VIDEO, 1180.0),
     ],
+    "steps": [
+        {"process": "worker", "step": "copy", "nbytes": 1, "begin_us": 1.0, "end_us": 2.0, "p50_us": 1.0, "p99_us": 2.0}
+    ],
     "footprint": [footprint_row("packer", waiting_cpu_percent=0.02), footprint_row("torch")],
 }
 
@@ -255,3 +258,22 @@ def test_the_plots_are_the_same_bytes_for_the_same_results(results, tmp_path):
     second = report.write_plots(found, tmp_path / "second")
     assert len(first) == 2 * len(ROWS)
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_a_steps_row_is_a_median_over_outputs_and_what_happens_now_and_then_is_no_step():
+    calls = {"worker": [], "packer": [("early", -1.0, -0.9)], "engine": []}
+    for number in range(10):
+        entered = 10.0 * number
+        calls["worker"] += [(steps.ENTERED, entered, entered + 3), ("send", entered + 1, entered + 2)]
+        calls["worker"].append(("send", entered + 4, entered + 4.5 + 0.1 * number))
+        calls["engine"].append(("take", entered + 6, entered + 7))
+        if number == 3:
+            calls["packer"].append(("grow", entered + 2, entered + 9))
+    found = [(row["process"], row["step"], row["begin_us"] / 1e6, row["p50_us"] / 1e6) for row in steps.rows(1, calls)]
+    assert found == [
+        ("worker", steps.ENTERED, 0.0, 3.0),
+        ("worker", "send", 1.0, 1.0),
+        ("worker", "send", 4.0, pytest.approx(0.9, abs=0.11)),
+        ("engine", "take", 6.0, 1.0),
+    ]
+    assert {row["samples"] for row in steps.rows(1, calls)} == {10}

@@ -41,7 +41,9 @@ class LeaseBook:
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uses: Counter[int] = Counter()  # lease -> arrays alive
-        self._alive: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # each array's reference, by its id(), and lease
+        self._alive: dict[
+            int, tuple[weakref.ref[np.ndarray], int]
+        ] = {}  # each array's reference, by its id(), and lease
         self._thread = threading.Thread(target=self._return_all, name="packer-leases", daemon=True)
         self._thread.start()
 

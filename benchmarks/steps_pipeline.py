@@ -1,0 +1,31 @@
+"""The pipeline of benchmarks.steps: it times what the worker does with an output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_omni.diffusion.worker import diffusion_worker
+
+from benchmarks.pipelines import BenchmarkPipeline
+from benchmarks.stopwatch import Stopwatch
+from worker_shim import skeleton, uplink
+from worker_shim.arena import Arena
+from worker_shim.export import Exporter
+
+ENTERED = "_return_result"
+
+
+class SteppedPipeline(BenchmarkPipeline):
+    """Its outputs are BenchmarkPipeline's."""
+
+    def __init__(self, *, od_config: Any) -> None:
+        super().__init__(od_config=od_config)
+        stopwatch, proc = Stopwatch("worker"), diffusion_worker.WorkerProc
+        stopwatch.time(skeleton, "find_tensors", "find the tensors")
+        stopwatch.time(Arena, "allocate", "allocate slots")
+        stopwatch.time(uplink.Uplink, "post", "send a message to the packer")
+        stopwatch.time(Exporter, "stage", "stage: tell the packer, copy, signal")
+        stopwatch.time(proc, "_enqueue_result", "send COMPUTE_DONE (vLLM's queue)")
+        stopwatch.time(Exporter, "submit", "pickle the skeleton, send it (export thread)")
+        stopwatch.time(Exporter, "take", "take the ack (ack thread)")
+        stopwatch.time(proc, "_return_result", ENTERED)
