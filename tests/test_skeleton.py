@@ -71,10 +71,13 @@ def through(output: object, *, staged: bool) -> Any:
     host.write_into(buffer)
     specs, pickled = skeleton.array_specs(payload)
 
-    def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(pieces[spec.piece], np.uint8)[spec.offset : spec.offset + spec.nbytes])
+    def tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+        flat = np.frombuffer(pieces[spec.piece], np.uint8, spec.nbytes, spec.offset)
+        got = skeleton.tensor_over(flat, spec)
+        assert_same_tensor(skeleton.tensor_from_bytes(torch.from_numpy(flat), spec), got)
+        return got
 
-    return skeleton.load(specs, pickled, device_bytes, buffer)
+    return skeleton.load(specs, pickled, tensor, buffer)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -250,6 +253,31 @@ def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
     assert torch.equal(got["quantized"].dequantize(), output["quantized"].dequantize())
     assert type(got["subclass"]) is Named
     assert torch.equal(got["subclass"].as_subclass(torch.Tensor), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=str)
+def test_a_tensor_over_an_array_keeps_that_array_and_has_a_storage_of_its_bytes(dtype, shape):
+    buffer = bytearray(4096)
+    flat = np.frombuffer(buffer, np.uint8, 6 * dtype.itemsize, 512)
+    alive = weakref.ref(flat)
+    tensor = skeleton.tensor_over(
+        flat, skeleton.ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes)
+    )
+    del flat
+    assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, shape, True)
+    assert tensor.untyped_storage().nbytes() == 6 * dtype.itemsize
+    for keep in (lambda t: t.detach(), lambda t: t.view(torch.uint8)[..., :1], lambda t: t.untyped_storage()):
+        kept = keep(tensor)
+        del tensor
+        assert alive() is not None
+        tensor = kept if isinstance(kept, torch.Tensor) else torch.empty(0, dtype=dtype).set_(kept)
+        del kept
+    assert alive() is not None
+    alive().view(np.int8)[0] = 1
+    assert tensor.view(torch.uint8).flatten()[0] == buffer[512] == 1
+    del tensor
+    assert alive() is None
 
 
 # -- numpy -------------------------------------------------------------------------------------------------------------

@@ -497,13 +497,13 @@ class Exporter:
         """The output itself, over its pieces. Its bytes are complete once the device is past its signal."""
         specs, pickled = skeleton.array_specs(staged.payload)
 
-        def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
+        def device_tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
             view = staged.views[spec.piece][spec.offset : spec.offset + spec.nbytes]
             # vllm-omni goes by the size of a storage: of a small view of a large one it makes named memory, which has no
             # form for an empty tensor and takes a scalar for a vector
-            return view if spec.nbytes >= OWN_PIECE_BYTES else view.clone()
+            return skeleton.tensor_from_bytes(view if spec.nbytes >= OWN_PIECE_BYTES else view.clone(), spec)
 
-        return skeleton.load(specs, pickled, device_bytes, staged.host.buffer if staged.host else b"")
+        return skeleton.load(specs, pickled, device_tensor, staged.host.buffer if staged.host else b"")
 
     def release(self, staged: Staged) -> None:
         """Give back slots, clones, host memory and event. Idempotent, on any thread."""

@@ -4,6 +4,13 @@ The skeleton is a pickle in which every tensor and every plain numpy array is a 
 says of each array what it is and where its bytes are: in a piece that went through the device, in the memfd of host
 arrays, or right here when it is tiny. It is pickled in the worker and unpickled in the engine, and only if it carries the
 MAC of that engine's own worker: whoever carries it in between cannot make one.
+
+Note [Waiting for the GIL]
+vLLM's queues poll for a second after each message, on a thread of the same process. Whoever lets go of the GIL beside such a
+thread has to win it back, which costs a wake-up: up to 0.1 ms on a virtual machine. Nearly every method of a tensor lets go
+of it (``view`` twice, ``detach``, ``is_conj``), and so does the death of a tensor. ``torch.from_numpy``, ``torch.frombuffer``
+and all of numpy's own views do not, nor does HMAC over less than 2 KiB, unless it is ``hmac.digest``. So tensors over host
+memory are given dtype and shape by numpy before torch sees them, where numpy knows the dtype.
 """
 
 from __future__ import annotations
@@ -53,6 +60,15 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
     pickled: bytes
 
 
+_NUMPY_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""Those that torch and numpy share, by the name that both give them."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Payload).decode
 
@@ -91,14 +107,14 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
     while stack:
         value, depth = stack.pop()
         children: Any
-        if isinstance(value, torch.Tensor):
-            if is_plain_tensor(value) and wanted(value):
-                found.setdefault(id(value), value)
-            continue
         if isinstance(value, dict):
             children = value.values()
         elif isinstance(value, (list, tuple)):
             children = value
+        elif isinstance(value, torch.Tensor):
+            if is_plain_tensor(value) and wanted(value):
+                found.setdefault(id(value), value)
+            continue
         elif hasattr(type(value), "__dataclass_fields__"):
             children = (
                 vars(value).values()
@@ -230,14 +246,12 @@ def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], byt
     return decoded.arrays, decoded.pickled
 
 
-def load(
-    specs: tuple[ArraySpec, ...], pickled: bytes, device_bytes: Callable[[ArraySpec], torch.Tensor], host: Any
-) -> Any:
-    """Put the output together. ``device_bytes`` gives the flat uint8 tensor of a staged array; ``host`` is the host buffer."""
+def load(specs: tuple[ArraySpec, ...], pickled: bytes, staged: Callable[[ArraySpec], torch.Tensor], host: Any) -> Any:
+    """Put the output together. ``staged`` gives the tensor of a staged array; ``host`` is the host buffer."""
 
     def build(spec: ArraySpec) -> Any:
         if spec.piece >= 0:
-            return tensor_from_bytes(device_bytes(spec), spec)
+            return staged(spec)
         flat = (
             np.frombuffer(host, np.uint8, spec.nbytes, spec.offset)
             if spec.offset >= 0
@@ -247,13 +261,24 @@ def load(
             if not spec.nbytes:  # its items may have no size either
                 return np.empty(spec.shape, np.dtype(spec.dtype))
             return flat.view(np.dtype(spec.dtype)).reshape(spec.shape)
-        return tensor_from_bytes(torch.from_numpy(flat), spec)
+        return tensor_over(flat, spec)
 
     return _Unpickler(io.BytesIO(pickled), [build(spec) for spec in specs]).load()
 
 
+def tensor_over(flat: np.ndarray, spec: ArraySpec) -> torch.Tensor:
+    """The tensor whose bytes are ``flat`` (uint8, exactly its bytes), which it keeps alive. See Note [Waiting for the GIL]."""
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    dtype = _NUMPY_DTYPES.get(spec.dtype)
+    if dtype is not None:
+        return torch.from_numpy(flat.view(dtype).reshape(spec.shape))
+    tensor = torch.frombuffer(flat, dtype=getattr(torch, spec.dtype))
+    return tensor if tensor.shape == spec.shape else tensor.view(spec.shape)
+
+
 def tensor_from_bytes(flat: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """``flat`` (uint8, exactly the array's bytes) seen as the array it is."""
+    """The same over a flat uint8 tensor, on any device."""
     dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
