@@ -99,6 +99,24 @@ def test_a_tensor_of_any_dtype_and_layout_arrives_with_its_values(worker, engine
     assert_same_tensor(engine.output(output_id), tensor)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.nn.Parameter(torch.ones(FLOATS)),
+        torch.ones(FLOATS, requires_grad=True) * 2,
+        (torch.ones(FLOATS, requires_grad=True) * 2).view(2, -1).T,
+        torch._efficientzerotensor((5, FLOATS)),
+    ],
+    ids=["parameter", "with a gradient", "with a gradient, transposed", "lazy zeros"],
+)
+def test_a_tensor_that_is_more_than_its_bytes_arrives_as_plain_values(worker, engine, tensor):
+    expected = tensor.detach() + 0
+    worker.send(tensor, f"output-{id(tensor)}")
+    got = engine.output(f"output-{id(tensor)}")
+    assert_same_tensor(got, expected)
+    assert not got.requires_grad
+
+
 def test_afterwards_nothing_is_in_flight_and_nothing_is_leased(worker, engine):
     for number in range(30):
         output = {"image": content(torch.float32, (number % 3, 100_000)), "text": "x" * 5000, "array": np.arange(3000)}
