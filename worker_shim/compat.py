@@ -76,6 +76,11 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("vllm_omni.diffusion.data:DiffusionOutput", ("async_output_id", "finished", "error", "aborted", "media"), ()),
     ("vllm_omni.diffusion.ipc:pack_diffusion_output_shm", ("output", "d2h_stream"), ()),
     ("vllm_omni.diffusion.ipc:unpack_diffusion_output_shm", ("output",), ()),
+    (
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+        ("self", "timeout_ms"),
+        ("last_read", "busy_loop_s"),
+    ),
     ("vllm_omni.diffusion.data:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
 )
 
