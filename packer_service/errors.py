@@ -47,6 +47,10 @@ class DeviceError(PackerError):
     """The device or its driver refused a call; the message carries the driver's name for it."""
 
 
+class DeviceBusy(DeviceError):
+    """A stream may not wait for an unfinished forward now. Submit again until it may, or need not wait any more."""
+
+
 class PoolExhausted(PackerError):
     """No host memory for an output within the time a setting allows."""
 

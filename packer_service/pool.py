@@ -11,13 +11,14 @@ A region is named by a number that is never used twice, so that a lease returned
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from packer_service.devices.base import Device
+from packer_service.devices.base import Device, nothing
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
 from packer_service.extents import ALIGNMENT, Extents, align
 from packer_service.memory import SharedMemory
@@ -70,7 +71,7 @@ class Budget:
 
 
 class Segment:
-    """One memfd: populated, then registered. Owns both; ``close()`` undoes both."""
+    """One memfd: populated, then registered. Owns both; ``close()`` undoes both, soon (see ``Device.drain``)."""
 
     def __init__(self, device: Device, number: int, nbytes: int) -> None:
         self.number = number
@@ -84,9 +85,12 @@ class Segment:
             self.memory.close()
             raise
 
-    def close(self) -> None:
-        self._device.unregister(self.memory.address, self.memory.nbytes)
-        self.memory.close()
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        def unmap() -> None:
+            self.memory.close()
+            then()
+
+        self._device.unregister(self.memory.address, self.memory.nbytes, unmap)
 
 
 @dataclass(frozen=True)
@@ -343,9 +347,8 @@ class Pool:
     def _discard(self, segments: list[Segment]) -> None:
         for segment in segments:
             self.on_trim(segment.number)
-            segment.close()
-            self._budget.give_back(segment.memory.nbytes)
-            logger.info("pool gave %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)
+            segment.close(functools.partial(self._budget.give_back, segment.memory.nbytes))
+            logger.info("pool gives %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
@@ -386,5 +389,5 @@ class Pool:
             self._leased.clear()
         self._budget.leave(self)
         for segment in segments:
-            segment.close()
-            self._budget.give_back(segment.memory.nbytes)
+            segment.close(functools.partial(self._budget.give_back, segment.memory.nbytes))
+        self._device.drain()

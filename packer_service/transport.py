@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import select
 import socket
 import struct
 import threading
@@ -30,6 +29,8 @@ from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused,
 
 _UCRED = struct.Struct("3i")
 _FD = struct.Struct("i")
+_TIMEVAL = struct.Struct("ll")
+_ANCILLARY_BYTES = socket.CMSG_LEN(protocol.MAX_FDS * _FD.size)
 
 
 def close_fds(fds: list[int]) -> None:
@@ -43,8 +44,7 @@ class Channel:
     def __init__(self, sock: socket.socket, decoder: Decoder) -> None:
         self._socket = sock
         self._send_lock = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._receive_us = 0  # SO_RCVTIMEO as it is set; 0: none
         self.decoder = decoder
 
     def send(self, message: Message, fd: int | None = None) -> None:
@@ -91,15 +91,13 @@ class Channel:
         DescriptorLost for a message whose descriptor found no room in this process's table.
         """
         try:
-            if timeout_s is not None and not self._poll.poll(max(timeout_s, 0.0) * 1e3):
-                return None
             try:
-                data, fds, flags, _ = self._receive()
+                data, fds, flags = self._receive(timeout_s)
             except (
                 ConnectionResetError
             ):  # said once, by a peer that died with unread messages of ours; its own are still there
-                data, fds, flags, _ = self._receive()
-        except BlockingIOError:  # SO_RCVTIMEO, while the handshake lasts
+                data, fds, flags = self._receive(timeout_s)
+        except BlockingIOError:
             return None
         except OSError as error:
             raise PeerClosed(f"the connection broke: {error}") from error
@@ -121,17 +119,28 @@ class Channel:
             close_fds(list(fds))
             raise
 
-    def _receive(self) -> tuple[bytes, list[int], int, object]:
-        data, ancillary, flags, address = self._socket.recvmsg(
-            protocol.MAX_MESSAGE_BYTES, socket.CMSG_LEN(protocol.MAX_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC
-        )
+    def _receive(self, timeout_s: float | None) -> tuple[bytes, list[int], int]:
+        """One message, its descriptors and flags. BlockingIOError where none came in time.
+
+        The time is the kernel's to keep (SO_RCVTIMEO, rounded up to its ticks): one call that waits and receives lets go of
+        the GIL once, poll and recvmsg twice. Setting it does not.
+        """
+        how = socket.MSG_CMSG_CLOEXEC
+        if timeout_s is not None and timeout_s <= 0:
+            how |= socket.MSG_DONTWAIT
+        else:
+            wanted_us = 0 if timeout_s is None else max(int(timeout_s * 1e6), 1)
+            if wanted_us != self._receive_us:
+                _set_timeout(self._socket, socket.SO_RCVTIMEO, wanted_us)
+                self._receive_us = wanted_us
+        data, ancillary, flags, _ = self._socket.recvmsg(protocol.MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, how)
         fds = [
             fd
             for level, kind, content in ancillary
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
             for (fd,) in _FD.iter_unpack(content[: len(content) - len(content) % _FD.size])
         ]
-        return data, fds, flags, address
+        return data, fds, flags
 
     @property
     def peer_pid(self) -> int:
@@ -164,14 +173,17 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _set_timeout(sock: socket.socket, receive_s: float, send_s: float) -> None:
-    """Bound every single receive and send; 0 lifts the bound. The socket itself stays in blocking mode."""
-    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+def _set_timeout(sock: socket.socket, option: int, timeout_us: int) -> None:
+    """Bound every single receive (SO_RCVTIMEO) or send (SO_SNDTIMEO); 0 lifts the bound. The socket stays in blocking mode."""
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))
 
 
-def _expect(channel: Channel, *kinds: type[Message]) -> Message:
-    received = channel.receive()
+def _bound_sends(sock: socket.socket, timeout_s: float) -> None:
+    _set_timeout(sock, socket.SO_SNDTIMEO, int(timeout_s * 1e6))
+
+
+def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Message:
+    received = channel.receive(timeout_s)
     if received is None:
         raise HandshakeError("the peer stayed silent during the handshake")
     message, fds = received
@@ -200,13 +212,13 @@ def accept(
     """
     channel = Channel(sock, protocol.from_client)
     try:
-        _set_timeout(sock, timeout_s, timeout_s)
+        _bound_sends(sock, timeout_s)
         _, uid = peer_credentials(sock)
         if uid not in uids:
             raise HandshakeError(f"uid {uid} is not allowed to connect: add it to the setting allowed_uids")
         challenge = Challenge(protocol.VERSION, os.urandom(32))
         channel.send(challenge)
-        hello = cast(Hello, _expect(channel, Hello))
+        hello = cast(Hello, _expect(channel, timeout_s, Hello))
         if hello.version != protocol.VERSION:
             raise _refuse(
                 channel,
@@ -223,7 +235,7 @@ def accept(
         except HandshakeError as error:
             raise _refuse(channel, str(error)) from error
         channel.send(welcome)
-        _set_timeout(sock, 0, 0)
+        _bound_sends(sock, 0)
     except BaseException:
         channel.close()
         raise
@@ -250,12 +262,13 @@ def connect(
     channel = Channel(sock, protocol.from_server)
     deadline = time.monotonic() + timeout_s
     try:
-        _set_timeout(sock, max(timeout_s, 0.001), max(timeout_s, 0.001))
+        timeout_s = max(timeout_s, 0.001)
+        _bound_sends(sock, timeout_s)
         try:
             sock.connect(path)
         except OSError as error:
             raise PackerUnavailable(f"no packer listens at {path} ({error.strerror or error})") from error
-        challenge = cast(Challenge, _expect(channel, Challenge))
+        challenge = cast(Challenge, _expect(channel, timeout_s, Challenge))
         if challenge.version != protocol.VERSION:
             raise HandshakeError(
                 f"the packer at {path} speaks protocol {challenge.version}, this side {protocol.VERSION}:"
@@ -265,14 +278,14 @@ def connect(
         proof = protocol.client_proof(key, challenge, role, session, nonce)
         channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid, os.getpid()))  # type: ignore[arg-type]
         left = max(deadline - time.monotonic(), 0.001)
-        _set_timeout(sock, left, left)
-        answer = _expect(channel, Welcome, Refused)
+        _bound_sends(sock, left)
+        answer = _expect(channel, left, Welcome, Refused)
         if isinstance(answer, Refused):
             raise HandshakeError(f"the packer at {path} refused: {answer.reason}")
         welcome = cast(Welcome, answer)
         if not hmac.compare_digest(welcome.proof, protocol.server_proof(key, challenge, nonce)):
             raise HandshakeError(f"whoever listens at {path} does not know the key")
-        _set_timeout(sock, 0, hang_s)
+        _bound_sends(sock, hang_s)
     except ProtocolError as error:
         channel.close()
         raise HandshakeError(f"whoever listens at {path} does not speak this protocol: {error}") from error

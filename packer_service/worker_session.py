@@ -6,6 +6,7 @@ behind the wait for the worker's marker, and the finisher thread sleeps until th
 ``Withdraw``) arrives. Once the copies are done and the second message is there, the output is settled: OUTPUT_READY goes to
 the engine, and only after that send the ack to the worker, so that an output is always in the worker's arena or in the
 engine's hands. From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
+An import that is this output's alone is closed in between: with the answer, its memory is the worker's to free.
 
 Note [When a worker is gone]
 The end of its connection does not say whether it died (packer_service.timeline does). If it is dead, its imports keep the
@@ -18,19 +19,20 @@ when the worker's own forward does, or when the worker dies after all.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
 from packer_service.engine_session import EngineSession, refuse
-from packer_service.errors import DescriptorLost, DeviceError, PackerError, PeerClosed, ProtocolError
+from packer_service.errors import DescriptorLost, DeviceBusy, DeviceError, PackerError, PeerClosed, ProtocolError
 from packer_service.memory import check_memfd
 from packer_service.pool import Region
 from packer_service.protocol import (
@@ -47,6 +49,7 @@ from packer_service.protocol import (
     Probe,
     Probed,
     Skeleton,
+    Unmapped,
     Withdraw,
 )
 from packer_service.timeline import TimelinePage
@@ -63,6 +66,7 @@ MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow 
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
 MAX_ARENAS = 1024  # chunks of one worker: each is a mapping, and on the host device a descriptor
 _LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers
+_BUSY_POLL_S = 0.001
 
 
 @dataclass
@@ -119,7 +123,7 @@ class WorkerSession:
         self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
-        self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._finishing: queue.SimpleQueue[Transfer | Ack | Nack | Unmapped | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -179,8 +183,7 @@ class WorkerSession:
             case protocol.UnmapArena():
                 with self._lock:
                     self._check_unused({message.arena})
-                self._unmap_arena(message.arena)
-                self._channel.send(protocol.Unmapped(message.arena))
+                self._unmap_arenas([message.arena], Unmapped(message.arena))
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
@@ -227,10 +230,16 @@ class WorkerSession:
             logger.error("worker %s: arena chunk %d cannot be imported: %s", self.name, message.arena, error)
             self._arenas[message.arena] = str(error)
 
-    def _unmap_arena(self, number: int) -> None:
-        arena = self._arenas.pop(number, None)
-        if arena is not None and not isinstance(arena, str):
+    def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
+        """Close these imports, and have ``answer`` sent once they are closed."""
+        found = [self._arenas.pop(number, "") for number in numbers]
+        arenas = [arena for arena in found if not isinstance(arena, str)]
+        for arena in arenas[:-1]:
             arena.close()
+        if arenas:
+            arenas[-1].close(functools.partial(self._finishing.put, answer))
+        else:
+            self._answer(answer)
 
     def _check_unused(self, arenas: set[int]) -> None:
         """No chunk may be unmapped under a copy: that would take the whole packer down. ``_lock`` is held."""
@@ -325,7 +334,10 @@ class WorkerSession:
     # -- copying -------------------------------------------------------------------------------------------------------
 
     def _try_submit(self, transfer: Transfer, timeout_s: float, *, last: bool = False) -> None:
-        """Give the transfer regions and submit its copies. With no room, ``marker`` stays None, for good if ``last``."""
+        """Give the transfer regions and submit its copies; where it cannot now, ``marker`` stays None.
+
+        ``last``: where there is no room, the transfer is abandoned.
+        """
         try:
             for piece in transfer.export.pieces[len(transfer.regions) :]:
                 transfer.regions.append(self.engine.pool.allocate(piece.nbytes, timeout_s))
@@ -336,6 +348,8 @@ class WorkerSession:
             return
         try:
             transfer.marker = self._submit(transfer.export, transfer.regions)
+        except DeviceBusy:  # the finisher tries again
+            return
         except DeviceError as error:
             self._check_device()
             transfer.abandoned = str(error)
@@ -363,29 +377,36 @@ class WorkerSession:
 
     def _finish_all(self) -> None:
         self._device.bind_thread()
-        while (transfer := self._finishing.get()) is not None:
+        while (job := self._finishing.get()) is not None:
             try:
-                self._finish(transfer)
+                if isinstance(job, Transfer):
+                    self._finish(job)
+                else:
+                    self._answer(job)
             except PeerClosed:
                 pass  # the reader sees it too, and ends the session
             except Exception as error:
-                logger.exception("output %s failed in the packer", transfer.output)
+                if not isinstance(job, Transfer):
+                    raise
+                logger.exception("output %s failed in the packer", job.output)
                 self._check_device()
                 with self._lock:
-                    transfer.abandoned = transfer.abandoned or f"{type(error).__name__}: {error}"
-                    transfer.copied = True
-                    complete = self._transfers.get(transfer.output) is transfer and transfer.second is not None
+                    job.abandoned = job.abandoned or f"{type(error).__name__}: {error}"
+                    job.copied = True
+                    complete = self._transfers.get(job.output) is job and job.second is not None
                 if complete:
-                    self._settle(transfer)
+                    self._settle(job)
 
     def _finish(self, transfer: Transfer) -> None:
         if transfer.copied:  # the reader completed it
             self._settle(transfer)
             return
         if transfer.marker is None:
-            if not transfer.abandoned:
-                wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
+            wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
+            while transfer.marker is None and not transfer.abandoned:
                 self._try_submit(transfer, wait_s, last=True)
+                if transfer.marker is None and not transfer.abandoned:  # the device is busy
+                    time.sleep(_BUSY_POLL_S)
             with self._lock:
                 self._unsubmitted -= 1
         if transfer.marker is not None:
@@ -400,8 +421,6 @@ class WorkerSession:
         """Copied, and both messages there: publish and acknowledge, or hand back. False where that has to wait and may not."""
         with self._lock:
             self._transfers.pop(transfer.output, None)
-        for number in transfer.export.close:
-            self._unmap_arena(number)
         if self._timeline is not None and self._timeline.page.generation != self._generation:
             self._drop(transfer)  # see packer_service.timeline: it may have been overwritten, and is exported again
         elif isinstance(transfer.second, Probe):
@@ -411,7 +430,7 @@ class WorkerSession:
             error = transfer.second.error
             if error and not self._tell_engine(OutputReady(transfer.output, error=error), wait=wait):
                 return False
-            self._channel.send(Ack(transfer.output))
+            self._unmap_arenas(transfer.export.close, Ack(transfer.output))
         elif transfer.abandoned:
             self._nack(transfer)
         else:
@@ -452,7 +471,7 @@ class WorkerSession:
         transfer.regions = []  # the engine's now
         self._drop(transfer)
         self.outputs += 1
-        self._channel.send(Ack(transfer.output))
+        self._unmap_arenas(transfer.export.close, Ack(transfer.output))
         return True
 
     def _nack(self, transfer: Transfer) -> None:
@@ -460,10 +479,19 @@ class WorkerSession:
         self._drop(transfer)
         self.nacks += 1
         logger.warning("output %s of worker %s is handed back: %s", transfer.output, self.name, transfer.abandoned)
+        nack = Nack(transfer.output, transfer.abandoned[:4000])
+        self._unanswered[nack.output] = nack.reason  # the engine's to know, if the worker dies before it does
+        self._unmap_arenas(transfer.export.close, nack)
+
+    def _answer(self, answer: Ack | Nack | Unmapped) -> None:
         try:
-            self._channel.send(Nack(transfer.output, transfer.abandoned[:4000]))
+            self._channel.send(answer)
         except PeerClosed:
-            self._unanswered[transfer.output] = transfer.abandoned[:4000]  # the engine's to know, if the worker is dead
+            if not isinstance(answer, Nack):
+                raise
+        else:
+            if isinstance(answer, Nack):
+                self._unanswered.pop(answer.output, None)
 
     def _drop(self, transfer: Transfer) -> None:
         """Give back what the transfer still holds."""
@@ -559,7 +587,8 @@ class WorkerSession:
                 arena.close()
         if self._timeline is not None:
             self._timeline.close()
-        self._channel.close()
+        self._device.drain()
+        self._channel.close()  # only now may the worker free its memory
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""
@@ -576,7 +605,7 @@ class WorkerSession:
             counter = self._timeline.page.counter if self._timeline is not None else 0
             if transfer.copied:
                 state = "copied" if not transfer.abandoned else f"failed ({transfer.abandoned})"
-            elif transfer.marker is None:
+            elif len(transfer.regions) < len(transfer.export.pieces):
                 state = "waiting for room in the pool"
             elif transfer.export.ready > counter:
                 state = "waiting for the worker's forward"

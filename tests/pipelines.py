@@ -11,6 +11,7 @@ that it can be collected, and skipped, where vllm-omni is not installed.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from vllm_omni.diffusion.media import (
     VideoTensorSpec,
     VideoValueRange,
 )
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
 DTYPE_ENVIRONMENT = "PIPELINE_DTYPE"
 """The dtype of requests that name none; float32 if unset."""
@@ -214,6 +216,13 @@ def an_error_returned(pipeline: Pipeline, params: Any, image: torch.Tensor) -> D
     return DiffusionOutput(error=f"{ERROR}: seed {params.seed}")
 
 
+def an_image_the_device_breaks_at(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    """An image after which the GPU is busy for a while, and then meets an assertion: its context is broken from then on."""
+    torch.cuda._sleep(1_000_000_000)
+    torch._assert_async(torch.zeros((), device=image.device))
+    return DiffusionOutput(output=image)
+
+
 BEHAVIOURS = {
     "image": an_image,
     "bfloat16": a_bfloat16_image,
@@ -230,6 +239,7 @@ BEHAVIOURS = {
     "small_unpicklable": a_small_unpicklable_dict,
     "error": an_error_raised,
     "output_error": an_error_returned,
+    "device_assert": an_image_the_device_breaks_at,
 }
 
 
@@ -241,6 +251,15 @@ class RequestPipeline(Pipeline):
         params = batch.sampling_params
         self.denoise(params)
         return BEHAVIOURS[behaviour(params)](self, params, content(params, self.weight.device))
+
+
+class PagedPipeline(RequestPipeline):
+    """Its worker says, as in paged-KV mode, that it measured the device before the model was loaded."""
+
+    def __init__(self, *, od_config: Any) -> None:
+        super().__init__(od_config=od_config)
+        (worker,) = (each for each in gc.get_objects() if issubclass(type(each), DiffusionWorker))
+        worker.init_snapshot = object()
 
 
 class BatchPipeline(Pipeline):

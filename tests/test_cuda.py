@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,31 @@ def test_fifteen_stalled_workers_do_not_hold_up_the_sixteenth(packer: Packer) ->
             link.exporter.device.timeline.counter = value
         for link in links[:15]:
             assert bool((link.receive()["bytes"] == 1).all())
+
+
+def test_memory_that_is_given_back_while_a_worker_stalls_holds_up_nobody(packer: Packer) -> None:
+    """The driver closes nothing while a stream waits, and lets nobody else through until then."""
+    with linked(packer) as stalled, linked(packer, arena_max_bytes="64MiB") as direct, linked(packer) as beside:
+        large, small = random((100 * MIB,), torch.uint8), random((3 * MIB,), torch.uint8)
+        for link in (direct, beside):
+            assert same(link.transfer({"bytes": small})["bytes"], small)  # their pools and arenas are there
+        value = hold(stalled)
+        output_id = direct.send({"bytes": large})  # its import is closed with it
+        assert same(direct.receive()["bytes"], large)
+        leaving = Link(packer)
+        assert same(leaving.transfer({"bytes": small})["bytes"], small)
+        leaving.receiver.close()  # so does an engine give back its pool
+        slowest = 0.0
+        for _ in range(50):
+            begin = time.monotonic()
+            assert same(beside.transfer({"bytes": small})["bytes"], small)
+            slowest = max(slowest, time.monotonic() - begin)
+        assert slowest < 1.0
+        assert output_id not in direct.settled, "closed while a stream waits: has the driver changed?"
+        stalled.exporter.device.timeline.counter = value
+        assert bool((stalled.receive()["bytes"] == 1).all())
+        wait_until(lambda: output_id in direct.settled, "the ack, after its import is closed")
+        leaving.exporter.close()
 
 
 def hold(link: Link) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from engine_checks import (
     DEVICE,
+    MIB,
     References,
     Residue,
     assert_same,
@@ -262,3 +263,10 @@ def test_a_bad_setting_stops_the_engine_whatever_fallback_says(packer, environme
     with pytest.raises(SettingError, match=message):
         with packer_engine(packer=packer):
             pytest.fail("it started")
+
+
+def test_where_vllm_omni_sizes_its_kv_cache_by_what_is_free_the_arena_is_taken_before(uni):
+    with packer_engine("PagedPipeline", {"arena_max_bytes": "48MiB"}) as running:
+        assert exporter_state(running)["arena_bytes"] == 48 * MIB
+        assert_same(outputs(running, {"seed": 3}), uni({"seed": 3}))
+        assert exporter_state(running)["arena_bytes"] == 48 * MIB

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,15 @@ torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
 
 from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide  # noqa: E402
-from test_skeleton import OUTPUTS, assert_same, assert_same_tensor, content, tensors  # noqa: E402
+from test_skeleton import (  # noqa: E402
+    OUTPUTS,
+    assert_same,
+    assert_same_tensor,
+    content,
+    nested,
+    no_garbage_collection,
+    tensors,
+)
 
 from worker_shim import skeleton  # noqa: E402
 from worker_shim.export_device import HostExportDevice, Signal  # noqa: E402
@@ -90,6 +99,24 @@ def test_a_tensor_of_any_dtype_and_layout_arrives_with_its_values(worker, engine
     assert_same_tensor(engine.output(output_id), tensor)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.nn.Parameter(torch.ones(FLOATS)),
+        torch.ones(FLOATS, requires_grad=True) * 2,
+        (torch.ones(FLOATS, requires_grad=True) * 2).view(2, -1).T,
+        torch._efficientzerotensor((5, FLOATS)),
+    ],
+    ids=["parameter", "with a gradient", "with a gradient, transposed", "lazy zeros"],
+)
+def test_a_tensor_that_is_more_than_its_bytes_arrives_as_plain_values(worker, engine, tensor):
+    expected = tensor.detach() + 0
+    worker.send(tensor, f"output-{id(tensor)}")
+    got = engine.output(f"output-{id(tensor)}")
+    assert_same_tensor(got, expected)
+    assert not got.requires_grad
+
+
 def test_afterwards_nothing_is_in_flight_and_nothing_is_leased(worker, engine):
     for number in range(30):
         output = {"image": content(torch.float32, (number % 3, 100_000)), "text": "x" * 5000, "array": np.arange(3000)}
@@ -143,6 +170,39 @@ def test_many_threads_of_many_workers_do_not_mix_their_outputs(packer, engine):
             assert_same_tensor(received.output[0], content(torch.uint8, (1000 * index + number,), number))
         for thread in threads:
             thread.join()
+
+
+def test_the_worker_lets_go_of_an_output_when_it_is_pickled_and_of_the_rest_with_the_ack(worker, engine):
+    """Device memory of the pipeline's: it must not wait for the garbage collector."""
+    output, references = nested()
+    with no_garbage_collection():
+        staged = worker.exporter.stage(output, "output")
+        del output
+        assert all(reference() is not None for reference in references)
+        worker.exporter.submit(staged)
+        # the host array is in the memfd, and the pickle is made
+        assert [reference() for reference in references] == [None] * 3
+        held = weakref.ref(staged)
+        del staged
+        received = engine.output("output")
+        worker.wait_settled("output")
+        wait_until(lambda: held() is None, "the ack thread is done with it")
+        arrived = weakref.ref(received["media"].frames[0])
+        del received
+        assert arrived() is None
+        wait_until(lambda: engine.leases.outstanding == 0, "the leases return")
+
+
+def test_the_worker_lets_go_of_an_output_that_cannot_be_pickled(worker, engine):
+    output, references = nested()
+    output["callback"] = lambda: None
+    with no_garbage_collection():
+        staged = worker.exporter.stage(output, "bad")
+        del output
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            worker.exporter.submit(staged)
+        worker.wait_settled("bad")
+        assert [reference() for reference in references] == [None] * 3
 
 
 # -- zero copy and leases ----------------------------------------------------------------------------------------------

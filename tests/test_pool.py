@@ -7,11 +7,13 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from packer_process import DEADLINE_S, wait_until
 
+from packer_service.devices.base import nothing
 from packer_service.devices.host import HostDevice
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
 from packer_service.pool import Budget, Pool
@@ -23,6 +25,7 @@ class RecordingDevice(HostDevice):
     """Remembers what is registered; ``refuses`` makes a driver that registers nothing any more."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.registered: dict[int, int] = {}
         self.refuses = False
 
@@ -31,13 +34,15 @@ class RecordingDevice(HostDevice):
             raise DeviceError("cuMemHostRegister answered CUDA_ERROR_OUT_OF_MEMORY (2)")
         self.registered[address] = nbytes
 
-    def unregister(self, address: int, nbytes: int) -> None:
+    def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         assert self.registered.pop(address) == nbytes
+        super().unregister(address, nbytes, then)
 
 
 @pytest.fixture
 def device():
-    return RecordingDevice()
+    with contextlib.closing(RecordingDevice()) as recording:
+        yield recording
 
 
 @pytest.fixture

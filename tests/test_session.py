@@ -181,6 +181,65 @@ def test_a_worker_whose_device_stalls_holds_up_no_other_worker(packer, others):
         assert [engine.next().output for _ in range(16)] == [f"stalled-{number}" for number in range(16)]
 
 
+@contextlib.contextmanager
+def stalled_beside(packer: Packer, engine: Engine):
+    """Another worker of ``engine``'s whose device is not done with an output: memory cannot be given back meanwhile."""
+    with contextlib.closing(Worker(packer, engine.session)) as other:
+        value = other.export("stalled", other.write(b"x"), complete=False)
+        other.skeleton("stalled")
+        other.channel.send(Probe(0, Piece(0, 0, 1)))  # no answer yet: behind the wait
+        assert other.channel.receive(0.1) is None
+        yield
+        other.reach(value)
+        assert engine.next().output == "stalled"
+
+
+def state_of(engine: Engine, output: str) -> str:
+    engine.channel.send(protocol.Describe(output))
+    return engine.channel.receive(DEADLINE_S)[0].state
+
+
+def test_an_output_whose_own_import_cannot_be_closed_yet_is_published_and_acknowledged_later(packer, pair):
+    engine, worker = pair
+    extra = SharedMemory.create("extra", MIB)
+    extra.buffer[:5] = b"large"
+    with stalled_beside(packer, engine):
+        worker.channel.send(MapArena(7, MIB), extra.fd)
+        worker.reach(1)
+        worker.channel.send(Export("large", 1, (Piece(7, 0, 5),), close=(7,)))
+        worker.skeleton("large")
+        assert engine.read(engine.next()) == [b"large"]
+        assert worker.channel.receive(0.1) is None, "the worker may free the memory while it is still imported"
+    assert worker.answer() == Ack("large")
+    extra.close()
+
+
+def test_a_worker_whose_chunk_cannot_be_closed_yet_is_served_meanwhile(packer, pair):
+    engine, worker = pair
+    with stalled_beside(packer, engine):
+        worker.channel.send(MapArena(7, worker.arena.nbytes), worker.arena.fd)
+        worker.channel.send(UnmapArena(7))
+        worker.channel.send(Ping())
+        assert worker.answer() == Pong()
+        transfer(engine, worker)
+    assert worker.answer() == Unmapped(7)
+
+
+def test_while_memory_is_to_be_given_back_an_output_waits_for_its_own_forward_only(packer, pair):
+    engine, worker = pair
+    with stalled_beside(packer, engine):
+        worker.channel.send(MapArena(7, worker.arena.nbytes), worker.arena.fd)
+        worker.channel.send(UnmapArena(7))
+        value = worker.export("output", worker.write(b"unfinished"), complete=False)
+        worker.skeleton("output")
+        wait_until(lambda: "forward" in state_of(engine, "output"), "the packer knows of the output")
+        worker.write(b"now it is ")
+        worker.reach(value)
+        assert engine.read(engine.next()) == [b"now it is "]
+        assert worker.answer() == Ack("output")
+    assert worker.answer() == Unmapped(7)
+
+
 def test_an_output_can_be_withdrawn_with_and_without_an_error(pair):
     engine, worker = pair
     for output, error in (("cancelled", ""), ("failed", "the forward ran out of memory")):

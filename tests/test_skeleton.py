@@ -6,11 +6,15 @@ No packer here: ``through`` does to the bytes what the way through it does, piec
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import io
 import itertools
 import pickle
 import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -67,10 +71,13 @@ def through(output: object, *, staged: bool) -> Any:
     host.write_into(buffer)
     specs, pickled = skeleton.array_specs(payload)
 
-    def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(pieces[spec.piece], np.uint8)[spec.offset : spec.offset + spec.nbytes])
+    def tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+        flat = np.frombuffer(pieces[spec.piece], np.uint8, spec.nbytes, spec.offset)
+        got = skeleton.tensor_over(flat, spec)
+        assert_same_tensor(skeleton.tensor_from_bytes(torch.from_numpy(flat), spec), got)
+        return got
 
-    return skeleton.load(specs, pickled, device_bytes, buffer)
+    return skeleton.load(specs, pickled, tensor, buffer)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -246,6 +253,31 @@ def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
     assert torch.equal(got["quantized"].dequantize(), output["quantized"].dequantize())
     assert type(got["subclass"]) is Named
     assert torch.equal(got["subclass"].as_subclass(torch.Tensor), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=str)
+def test_a_tensor_over_an_array_keeps_that_array_and_has_a_storage_of_its_bytes(dtype, shape):
+    buffer = bytearray(4096)
+    flat = np.frombuffer(buffer, np.uint8, 6 * dtype.itemsize, 512)
+    alive = weakref.ref(flat)
+    tensor = skeleton.tensor_over(
+        flat, skeleton.ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes)
+    )
+    del flat
+    assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, shape, True)
+    assert tensor.untyped_storage().nbytes() == 6 * dtype.itemsize
+    for keep in (lambda t: t.detach(), lambda t: t.view(torch.uint8)[..., :1], lambda t: t.untyped_storage()):
+        kept = keep(tensor)
+        del tensor
+        assert alive() is not None
+        tensor = kept if isinstance(kept, torch.Tensor) else torch.empty(0, dtype=dtype).set_(kept)
+        del kept
+    assert alive() is not None
+    alive().view(np.int8)[0] = 1
+    assert tensor.view(torch.uint8).flatten()[0] == buffer[512] == 1
+    del tensor
+    assert alive() is None
 
 
 # -- numpy -------------------------------------------------------------------------------------------------------------
@@ -455,6 +487,56 @@ def test_a_mac_depends_on_key_output_and_payload():
     assert len(set(macs)) == len(macs)
     assert {len(mac) for mac in macs} == {32}
     assert skeleton.mac(KEY, "a", memoryview(b"payload")) == skeleton.mac(KEY, "a", b"payload")
+
+
+# -- how long it is held -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Whatever dies meanwhile dies because nobody refers to it any more."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def nested() -> tuple[dict[str, Any], list[weakref.ref[Any]]]:
+    """An output of several kinds of containers, and references to its arrays."""
+    arrays = [content(torch.float32, (5000,)), np.arange(5000), content(torch.float32, (5,))]
+    output = {"media": Media([arrays[0]], (arrays[1],)), "slots": Slotted(arrays[2])}
+    return output, [weakref.ref(array) for array in arrays]
+
+
+def test_nothing_keeps_the_arrays_of_an_output_once_they_were_found():
+    output, references = nested()
+    with no_garbage_collection():
+        assert len(skeleton.find_tensors(output, lambda tensor: True)) == 2
+        assert skeleton.tensors_nbytes(output) > 0
+        del output
+        assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
+def test_nothing_keeps_the_arrays_of_an_output_once_it_was_dumped_and_loaded(staged):
+    output, references = nested()
+    with no_garbage_collection():
+        got = through(output, staged=staged)
+        references += [weakref.ref(got["media"].frames[0]), weakref.ref(got["slots"].value)]
+        del output, got
+        assert [reference() for reference in references] == [None] * 5
+
+
+def test_nothing_keeps_the_arrays_of_an_output_that_could_not_be_pickled():
+    output, references = nested()
+    output["callback"] = lambda: None
+    with no_garbage_collection():
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            skeleton.dump(output, {}, lambda tensor: tensor)
+        del output
+        assert [reference() for reference in references] == [None] * 3
 
 
 # -- where arrays go in the arena --------------------------------------------------------------------------------------

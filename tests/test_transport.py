@@ -68,6 +68,28 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def test_each_receive_waits_as_long_as_it_is_told_whatever_the_last_one_was_told(in_background):
+    with channel_pair() as (worker, packer):
+        for timeout_s in (0.05, 0.0, -1.0, 1e-9, 0.05, 0.2):
+            begin = time.monotonic()
+            assert packer.receive(timeout_s) is None
+            assert time.monotonic() - begin >= timeout_s
+        received = in_background(packer.receive)
+        with pytest.raises(TimeoutError):
+            received.result(0.5)
+        worker.send(MapTimeline())
+        assert received.result(DEADLINE_S) == (MapTimeline(), [])
+
+
+def test_a_receive_that_waits_ends_when_its_own_side_shuts_the_connection_down(in_background):
+    with channel_pair() as (_, packer):
+        for timeout_s in (None, DEADLINE_S):
+            received = in_background(packer.receive, timeout_s)
+            packer.shutdown()
+            with pytest.raises(PeerClosed):
+                received.result(DEADLINE_S)
+
+
 # -- the handshake -----------------------------------------------------------------------------------------------------
 
 

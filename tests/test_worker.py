@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from typing import Any
 
 import pytest
+from packer_process import DEADLINE_S, wait_until
 
 pytest.importorskip("vllm_omni")
 from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
@@ -69,3 +71,22 @@ def test_the_export_thread_survives_an_error_it_cannot_report(running):
     running.run_export_thread()
     assert running._async_output_pending == 0
     assert [message.kind for message in running.sent] == [AsyncOutputKind.COMPUTE_DONE] * 2
+
+
+def test_the_export_thread_does_not_keep_an_output_that_it_sent(running):
+    running._side_stream = None
+    output = DiffusionOutput(output=1)
+    reference = weakref.ref(output)
+    running._return_result(output, "rpc")
+    thread = threading.Thread(target=running._async_output_loop)
+    thread.start()
+    try:
+        with running._async_output_done:
+            assert running._async_output_done.wait_for(lambda: not running._async_output_pending, DEADLINE_S)
+        assert [message.kind.name for message in running.sent] == ["COMPUTE_DONE", "OUTPUT_READY"]
+        running.sent.clear()
+        del output
+        wait_until(lambda: reference() is None, "nobody holds the output, though the thread waits for the next")
+    finally:
+        running._async_output_queue.put(None)
+        thread.join(DEADLINE_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,14 +23,18 @@ CHUNK_ALIGNMENT = 2 << 20
 _RETRY_GROWTH_S = 5.0
 
 
-@dataclass(frozen=True)
-class Slot:
-    """``nbytes`` of chunk ``arena`` at ``offset``; ``view`` looks at exactly them, as uint8."""
+class Slot(NamedTuple):
+    """``nbytes`` of chunk ``arena`` at ``offset``; ``memory`` is all of that chunk, as flat uint8."""
 
     arena: int
     offset: int
     nbytes: int
-    view: torch.Tensor
+    memory: torch.Tensor
+
+    @property
+    def view(self) -> torch.Tensor:
+        """Exactly the slot's bytes. Made on demand: the copy into a slot needs none."""
+        return self.memory[self.offset : self.offset + self.nbytes]
 
 
 class Arena:
@@ -47,7 +51,8 @@ class Arena:
         self._device = device
         self._step_bytes = step_bytes
         self._announce = announce
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._chunks: dict[int, tuple[Chunk, Extents]] = {}
         self._next_chunk = 0
         self._blocked_until = 0.0
@@ -66,10 +71,10 @@ class Arena:
 
     def allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
         """One slot for each of ``sizes`` (bytes), growing where needed; None where the arena is full. Main thread only."""
-        with self._changed:
+        with self._lock:
             slots = self._try_allocate(sizes)
         if slots is None and self._grow(sum(align(size) for size in sizes)):
-            with self._changed:
+            with self._lock:
                 slots = self._try_allocate(sizes)
         return slots
 
@@ -97,13 +102,19 @@ class Arena:
             for number, (chunk, extents) in self._chunks.items():
                 offset = extents.allocate(size)
                 if offset is not None:
-                    slots.append(Slot(number, offset, size, chunk.tensor[offset : offset + size]))
+                    slots.append(Slot(number, offset, size, chunk.tensor))
                     break
             else:
                 for slot in slots:
                     self._chunks[slot.arena][1].release(slot.offset)
                 return None
         return slots
+
+    def reserve(self) -> None:
+        """Grow to ``max_bytes`` now, so that whoever measures the device counts it. Main thread only."""
+        left = self.max_bytes - self.nbytes
+        if left:
+            self._grow(left)
 
     def _grow(self, nbytes: int) -> bool:
         """Add a chunk with room for ``nbytes``: twice that where the limit allows, so that the next output finds room too."""

@@ -55,6 +55,13 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("_create_worker", "_async_output_loop", "_async_output_queue", "_async_output_thread", "step_execution"),
     ),
     (f"{_WORKER}._create_worker", ("self", "gpu_id"), ()),
+    ("vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.__init__", ("self",), ("init_snapshot",)),
+    (
+        "vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.determine_available_kv_memory",
+        ("self",),
+        ("determine_local_memory", "init_snapshot"),
+    ),
+    ("vllm_omni.diffusion.worker.diffusion_worker:WorkerWrapperBase.__init__", ("self",), ("worker",)),
     (f"{_WORKER}._return_result", ("self", "output", "rpc_id"), ("_async_output_queue", "_async_output_pending")),
     (f"{_WORKER}._async_output_loop", ("self",), ("_async_output_pending", "_async_output_done")),
     (f"{_WORKER}._enqueue_result", ("self", "msg"), ("_result_mq_lock",)),
@@ -76,6 +83,11 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("vllm_omni.diffusion.data:DiffusionOutput", ("async_output_id", "finished", "error", "aborted", "media"), ()),
     ("vllm_omni.diffusion.ipc:pack_diffusion_output_shm", ("output", "d2h_stream"), ()),
     ("vllm_omni.diffusion.ipc:unpack_diffusion_output_shm", ("output",), ()),
+    (
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+        ("self", "timeout_ms"),
+        ("last_read", "busy_loop_s"),
+    ),
     ("vllm_omni.diffusion.data:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
 )
 

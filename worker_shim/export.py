@@ -7,11 +7,11 @@ Export thread, in ``submit``: what needs Python time or may wait: pickling, copy
 Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
 
 Note [Held until the ack]
-Each piece of an output is flat device memory (``views``): a slot of the arena; a clone beside a full arena, until slots
-come back; or, of an output larger than the arena may grow, its own memory where it lies ("direct"). It is held until the
-ack, whatever becomes of the packer: the output is exported from it again to the next packer, or is handed back, rebuilt
-from it and sent vllm-omni's own way (see Note [What a restart means to the worker]). Only a direct piece can be overwritten
-by a later forward of a pipeline that reuses its buffers.
+Each piece of an output is flat device memory: a slot of the arena; a clone beside a full arena, until slots come back; or, of
+an output larger than the arena may grow, its own memory where it lies ("direct"). It is held until the ack, whatever becomes
+of the packer: the output is exported from it again to the next packer, or is handed back, rebuilt from it and sent
+vllm-omni's own way (see Note [What a restart means to the worker]). Only a direct piece can be overwritten by a later forward
+of a pipeline that reuses its buffers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from packer_service.protocol import (
 from packer_service.transport import Channel
 from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
-from worker_shim.export_device import Chunk, ExportDevice, Signal
+from worker_shim.export_device import Chunk, ExportDevice, Signal, copy
 from worker_shim.log import get_logger
 from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
 from worker_shim.uplink import Packet, Uplink
@@ -59,6 +59,9 @@ PROBE_BYTES = 1 << 16
 _FINISH_S = 5.0
 _NO_SIGNAL = Signal(0)
 
+Copy = tuple[torch.Tensor, torch.Tensor, int]
+"""(tensor, flat memory, offset in it): see ``export_device.copy``."""
+
 Salvage = Callable[[object, Callable[[object], object]], bool]
 """(output, dump) -> whether to try again; see ``Exporter.submit``."""
 
@@ -70,9 +73,8 @@ class Staged:
     output_id: str
     output: object  # until it is pickled
     places: dict[int, Place]  # of each device array, by id()
-    views: list[torch.Tensor] = field(default_factory=list)  # one flat uint8 tensor a piece
-    copies: list[tuple[torch.Tensor, Place]] = field(default_factory=list)  # main thread only: what to copy into them
-    slots: list[Slot] = field(default_factory=list)  # of those pieces that are in the arena
+    slots: list[Slot] = field(default_factory=list)  # one a piece, where they are in the arena
+    beside: list[torch.Tensor] = field(default_factory=list)  # where they are not: flat uint8, one a piece
     overflow_bytes: int = 0  # of the pieces that are clones
     pieces: tuple[Piece, ...] = ()  # as the packer reads them; empty while they are clones
     imports: tuple[int, ...] = ()  # numbers of the direct pieces' allocations
@@ -84,12 +86,20 @@ class Staged:
     payload: bytes = b""
     host: SharedMemory | None = None
 
+    def view(self, piece: int) -> torch.Tensor:
+        """The bytes of a piece, flat uint8."""
+        return self.slots[piece].view if self.slots else self.beside[piece]
+
     def messages(self) -> Iterator[Packet]:
         """What the packer must hear of it, in order."""
         if self.export is not None:
             yield self.export, None
             if self.second is not None:
-                yield self.second, self.host.fd if self.host and isinstance(self.second, Skeleton) else None
+                yield self.second, self.second_fd()
+
+    def second_fd(self) -> int | None:
+        """The memfd that goes with the second message."""
+        return self.host.fd if self.host is not None and isinstance(self.second, Skeleton) else None
 
 
 class Exporter:
@@ -173,32 +183,32 @@ class Exporter:
         if self.broken:
             return None
         tensors = skeleton.find_tensors(output, self.device.owns)
-        places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
+        places, sizes = plan([tensor.nbytes for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
         staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)})
         try:
-            if not self._place(staged, tensors, places, sizes):
-                return None
+            copies = self._place(staged, tensors, places, sizes)
         except torch.OutOfMemoryError as error:
             logger.warning("output %s finds no device memory to wait in: %s", output_id, error)
             self.release(staged)
             return None
+        if copies is None:
+            return None
+        announced = self.device.next_signal() if staged.pieces else None
         with self._uplink.lock:
             self._pending[output_id] = staged
-        announced = self.device.next_signal() if staged.pieces else None
-        if announced is not None:
-            staged.signal = announced
-            self._start(staged)  # the packer gets ready while the copies below are submitted
+            if announced is not None:
+                staged.signal = announced
+                self._start(staged)  # the packer gets ready while the copies below are submitted
         try:
-            with torch.no_grad():
-                _fill(staged.views, staged.copies)
+            for tensor, memory, offset in copies:
+                copy(self.device, tensor, memory, offset)
             staged.signal = self.device.signal()
         except Exception:
             self._abandon(staged, announced)
             raise
-        staged.copies = []
         if announced is None and (staged.pieces or not sizes):
             self._start(staged)
         return staged
@@ -227,32 +237,39 @@ class Exporter:
             staged.failed, staged.second = True, Withdraw(staged.output_id)
             self._uplink.post(staged.second)
 
-    def _place(self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]) -> bool:
+    def _place(
+        self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]
+    ) -> list[Copy] | None:
         """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
 
-        ``staged.copies`` says what has yet to be copied where.
+        Returns what has yet to be copied where; None where no way is open.
         """
         if sum(map(align, sizes)) > self._arena.max_bytes:
             return self._place_directly(staged, tensors, places, sizes)
         slots = self._arena.allocate(sizes)
         if slots is not None:
-            staged.slots, staged.views = slots, [slot.view for slot in slots]
+            staged.slots = slots
             staged.pieces = tuple(map(_piece, slots))
-        elif self._take_overflow(sum(sizes)):
+            return [
+                (tensor, slots[piece].memory, slots[piece].offset + offset)
+                for tensor, (piece, offset) in zip(tensors, places, strict=True)
+            ]
+        if self._take_overflow(sum(sizes)):
             staged.overflow_bytes = sum(sizes)
-            staged.views = [torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in sizes]
-        else:
-            logger.warning(
-                "output %s finds no room to wait in: see arena_max_bytes and overflow_max_bytes", staged.output_id
-            )
-            return False
-        staged.copies = list(zip(tensors, places, strict=True))
-        return True
+            staged.beside = [torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in sizes]
+            return [
+                (tensor, staged.beside[piece], offset) for tensor, (piece, offset) in zip(tensors, places, strict=True)
+            ]
+        logger.warning(
+            "output %s finds no room to wait in: see arena_max_bytes and overflow_max_bytes", staged.output_id
+        )
+        return None
 
     def _place_directly(
         self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]
-    ) -> bool:
+    ) -> list[Copy] | None:
         """Export each piece where it lies; small arrays, which share a piece, and other layouts are copied by torch first."""
+        copies: list[Copy] = []
         try:
             for piece, size in enumerate(sizes):
                 owners = [(t, p) for t, p in zip(tensors, places, strict=True) if p.piece == piece]
@@ -260,12 +277,12 @@ class Exporter:
                     view = skeleton.flat_bytes(owners[0][0])
                 else:
                     view = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-                    staged.copies += owners
-                staged.views.append(view)
-            allocations = [self.device.find_allocation(view) for view in staged.views]
+                    copies += [(tensor, view, place.offset) for tensor, place in owners]
+                staged.beside.append(view)
+            allocations = [self.device.find_allocation(view) for view in staged.beside]
         except DeviceError as error:
             logger.warning("output %s exceeds arena_max_bytes and cannot leave directly: %s", staged.output_id, error)
-            return False
+            return None
         staged.imports = tuple(range(self._next_import, self._next_import + len(sizes)))
         self._next_import += len(sizes)
         for number, allocation in zip(staged.imports, allocations, strict=True):
@@ -274,7 +291,7 @@ class Exporter:
             Piece(number, allocation.offset, size)
             for number, allocation, size in zip(staged.imports, allocations, sizes, strict=True)
         )
-        return True
+        return copies
 
     def _take_overflow(self, nbytes: int) -> bool:
         with self._uplink.lock:
@@ -282,6 +299,10 @@ class Exporter:
                 return False
             self._overflow_left -= nbytes
             return True
+
+    def reserve_arena(self) -> None:
+        """Have all of the arena now, before somebody else is given the memory."""
+        self._arena.reserve()
 
     def give_back_arena(self, timeout_s: float) -> None:
         """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
@@ -381,13 +402,13 @@ class Exporter:
 
     def _stage_late(self, staged: Staged) -> bool:
         """Give clones their slots as soon as some come back."""
-        slots = self._arena.wait_allocate([view.numel() for view in staged.views], self._wait_s)
+        slots = self._arena.wait_allocate([clone.numel() for clone in staged.beside], self._wait_s)
         if slots is None:
             return False
         with self.device.after(staged.signal.value), torch.no_grad():
-            for slot, view in zip(slots, staged.views, strict=True):
-                slot.view.copy_(view)
-        staged.slots, staged.views = slots, [slot.view for slot in slots]
+            for slot, clone in zip(slots, staged.beside, strict=True):
+                slot.view.copy_(clone)
+        staged.slots, staged.beside = slots, []
         staged.pieces = tuple(map(_piece, slots))
         self._return_overflow(staged)
         self._start(staged)
@@ -406,7 +427,7 @@ class Exporter:
                 self._forget(staged)
             elif staged.second is None and not settled:
                 staged.second = message
-                self._uplink.post(*list(staged.messages())[1])
+                self._uplink.post(message, staged.second_fd())
         if settled:
             self.release(staged)  # what pickling it added
         elif broken:
@@ -497,20 +518,20 @@ class Exporter:
         """The output itself, over its pieces. Its bytes are complete once the device is past its signal."""
         specs, pickled = skeleton.array_specs(staged.payload)
 
-        def device_bytes(spec: skeleton.ArraySpec) -> torch.Tensor:
-            view = staged.views[spec.piece][spec.offset : spec.offset + spec.nbytes]
+        def device_tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+            view = staged.view(spec.piece)[spec.offset : spec.offset + spec.nbytes]
             # vllm-omni goes by the size of a storage: of a small view of a large one it makes named memory, which has no
             # form for an empty tensor and takes a scalar for a vector
-            return view if spec.nbytes >= OWN_PIECE_BYTES else view.clone()
+            return skeleton.tensor_from_bytes(view if spec.nbytes >= OWN_PIECE_BYTES else view.clone(), spec)
 
-        return skeleton.load(specs, pickled, device_bytes, staged.host.buffer if staged.host else b"")
+        return skeleton.load(specs, pickled, device_tensor, staged.host.buffer if staged.host else b"")
 
     def release(self, staged: Staged) -> None:
         """Give back slots, clones, host memory and event. Idempotent, on any thread."""
         with self._uplink.lock:
             slots, host, signal = staged.slots, staged.host, staged.signal
             staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
-            staged.views, staged.output = [], None
+            staged.beside, staged.output = [], None
             for number in staged.imports:
                 self._mapped.pop(number, None)
         self._return_overflow(staged)
@@ -547,17 +568,6 @@ def plan(sizes: list[int]) -> tuple[list[Place], list[int]]:
         places.append(Place(shared, offset))
         pieces[shared] = offset + max(nbytes, 1)
     return places, pieces
-
-
-def _fill(views: list[torch.Tensor], copies: list[tuple[torch.Tensor, Place]]) -> None:
-    """Copy every tensor to its place, on the current stream. Any layout becomes dense; lazy conj and neg are resolved."""
-    for tensor, place in copies:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            target = views[place.piece]
-            if nbytes != target.numel():
-                target = target[place.offset : place.offset + nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _piece(slot: Slot) -> Piece:

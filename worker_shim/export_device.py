@@ -7,6 +7,7 @@ wait for 5 would then be met by a 6 that came first. So a stream that did not wr
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +70,10 @@ class ExportDevice(Protocol):
         """The allocation that a dense tensor lies in. DeviceError where it cannot be exported (expandable segments)."""
         ...
 
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        """Submit a copy between two addresses of this device, on the current stream."""
+        ...
+
     def next_signal(self) -> Signal | None:
         """What ``signal`` will return next, where a packer may wait for it already; None where it may not (events)."""
         ...
@@ -95,6 +100,25 @@ class ExportDevice(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def copy(device: ExportDevice, tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> None:
+    """Submit a copy of the values of ``tensor``, densely and in order, into flat uint8 ``memory`` at ``offset`` (bytes).
+
+    On the current stream. A tensor that is dense as it lies costs one driver call and none of torch's; any other layout, and
+    lazy conj and neg, are torch's to resolve.
+    """
+    nbytes = tensor.nbytes
+    assert offset + nbytes <= memory.numel(), "a plan gives every array room"
+    if not nbytes:
+        return
+    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    source = tensor.data_ptr() if dense else 0
+    if source:  # a tensor of lazy zeros has no memory either
+        device.copy_bytes(memory.data_ptr() + offset, source, nbytes)
+    else:
+        with torch.no_grad():
+            memory[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class HostExportDevice:
@@ -125,6 +149,9 @@ class HostExportDevice:
 
     def find_allocation(self, tensor: torch.Tensor) -> Allocation:
         raise DeviceError("host memory cannot be exported where it lies, only staged")
+
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
 
     def next_signal(self) -> Signal:
         return Signal(self._value + 1)
@@ -174,6 +201,7 @@ class CudaExportDevice:
 
     def __init__(self, index: int, *, events: bool = False) -> None:
         self.device = torch.device("cuda", index)
+        self._index = index
         torch.cuda.init()
         torch.cuda.set_device(self.device)
         self._handle = call(driver.cuDeviceGet, index)
@@ -217,11 +245,19 @@ class CudaExportDevice:
         handle = handle_bytes(call(driver.cuIpcGetMemHandle, base))
         return Allocation(handle, int(nbytes), tensor.data_ptr() - int(base))
 
+    def _current_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(
+            self._index
+        )  # without the object that torch.cuda.current_stream makes
+
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        call(driver.cuMemcpyDtoDAsync, target, source, nbytes, self._current_stream())
+
     def next_signal(self) -> Signal | None:
         return None if self._use_events else Signal(self._value + 1)
 
     def signal(self) -> Signal:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = self._current_stream()
         if stream != self._last_stream and self._last_stream is not None:  # Note [Timeline and streams]
             call(driver.cuStreamWaitValue64, stream, self._pointer, self._value, _GEQ)
         self._last_stream = stream

@@ -2,10 +2,10 @@
 
 Note [What keeps a lease]
 Each array starts as a numpy array over exactly its own bytes of the mapping; the finalizer that gives the lease back sits
-on that array. ``torch.from_numpy`` keeps it alive for as long as any tensor shares the storage: views, ``view(dtype)``,
-``detach()``, ``.numpy()``. So the lease goes back when the last of them dies, and since the array covers its own bytes and
-no more, pickling the smallest view never pickles a segment. The mapping itself lives as long as any array over it, also
-after the engine was closed or the packer died.
+on that array. ``torch.from_numpy``, of it or of a view of it in another dtype and shape, and ``torch.frombuffer`` keep it
+alive for as long as any tensor shares the storage: views, ``view(dtype)``, ``detach()``, ``.numpy()``. So the lease goes
+back when the last of them dies, and since the array covers its own bytes and no more, pickling the smallest view never
+pickles a segment. The mapping itself lives as long as any array over it, also after the engine was closed or the packer died.
 
 A finalizer runs wherever the garbage collector happens to be, so it only puts a number into a queue; a thread does the rest.
 """

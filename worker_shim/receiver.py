@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from packer_service import protocol
@@ -25,7 +26,7 @@ from worker_shim.skeleton import ArraySpec
 logger = get_logger(__name__)
 
 _REMEMBERED = 1 << 16
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = np.empty(0, np.uint8)
 
 
 class Delivered:
@@ -147,16 +148,19 @@ class Receiver:
             if not hmac.compare_digest(skeleton.mac(self._mac_key, message.output, payload), message.mac):
                 raise PackerError("its MAC is not our worker's")
             specs, pickled = skeleton.array_specs(payload)
-            by_piece: dict[int, list[ArraySpec]] = {}
+            by_piece: dict[int, list[tuple[int, int]]] = {}
             for spec in specs:
                 if spec.piece >= 0 and spec.nbytes:
-                    by_piece.setdefault(spec.piece, []).append(spec)
-            arrays: dict[tuple[int, int], torch.Tensor] = {}
-            for number, group in by_piece.items():
-                uses = [(spec.offset, spec.nbytes) for spec in group]
-                for use, array in zip(uses, self.leases.grant(unused.pop(number), uses), strict=True):
-                    arrays[number, use[0]] = torch.from_numpy(array)
-            return skeleton.load(specs, pickled, lambda spec: arrays.get((spec.piece, spec.offset), _EMPTY), host)
+                    by_piece.setdefault(spec.piece, []).append((spec.offset, spec.nbytes))
+            arrays: dict[tuple[int, int], np.ndarray] = {}
+            for number, uses in by_piece.items():
+                for (offset, _), array in zip(uses, self.leases.grant(unused.pop(number), uses), strict=True):
+                    arrays[number, offset] = array
+
+            def staged(spec: ArraySpec) -> torch.Tensor:
+                return skeleton.tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
+
+            return skeleton.load(specs, pickled, staged, host)
         finally:
             for lease in unused.values():
                 self.leases.give_back(lease)

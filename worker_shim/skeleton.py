@@ -4,10 +4,18 @@ The skeleton is a pickle in which every tensor and every plain numpy array is a 
 says of each array what it is and where its bytes are: in a piece that went through the device, in the memfd of host
 arrays, or right here when it is tiny. It is pickled in the worker and unpickled in the engine, and only if it carries the
 MAC of that engine's own worker: whoever carries it in between cannot make one.
+
+Note [Waiting for the GIL]
+vLLM's queues poll for a second after each message, on a thread of the same process. Whoever lets go of the GIL beside such a
+thread has to win it back, which costs a wake-up: up to 0.1 ms on a virtual machine. Nearly every method of a tensor lets go
+of it (``view`` twice, ``detach``, ``is_conj``), and so does the death of a tensor. ``torch.from_numpy``, ``torch.frombuffer``
+and all of numpy's own views do not, nor does HMAC over less than 2 KiB, unless it is ``hmac.digest``. So tensors over host
+memory are given dtype and shape by numpy before torch sees them, where numpy knows the dtype.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import hashlib
 import hmac
@@ -25,6 +33,7 @@ from packer_service.extents import align
 INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
 ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
 _MAX_DEPTH = 12
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
 class Place(NamedTuple):
@@ -50,6 +59,15 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
     arrays: tuple[ArraySpec, ...]
     pickled: bytes
 
+
+_NUMPY_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""Those that torch and numpy share, by the name that both give them."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Payload).decode
@@ -83,37 +101,37 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-
-    def visit(value: object, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            if is_plain_tensor(value) and wanted(value):
-                found.setdefault(id(value), value)
-            return
+    # A stack rather than a function that calls itself: such a closure is a reference cycle, which would keep the output,
+    # and its device memory, until the garbage collector comes by.
+    stack: list[tuple[Any, int]] = [(output, 0)]
+    while stack:
+        value, depth = stack.pop()
         children: Any
         if isinstance(value, dict):
             children = value.values()
         elif isinstance(value, (list, tuple)):
             children = value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        elif isinstance(value, torch.Tensor):
+            if is_plain_tensor(value) and wanted(value):
+                found.setdefault(id(value), value)
+            continue
+        elif hasattr(type(value), "__dataclass_fields__"):
             children = (
                 vars(value).values()
                 if hasattr(value, "__dict__")
                 else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
             )
         else:
-            return
-        if depth >= _MAX_DEPTH or id(value) in seen:
-            return
-        seen.add(id(value))
-        for child in children:
-            if child is not None and type(child) not in _LEAVES:
-                visit(child, depth + 1)
-
-    visit(output, 0)
+            continue
+        if depth < _MAX_DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
+            inner.reverse()
+            stack += inner
     return list(found.values())
 
 
-_LEAVES = frozenset({str, int, float, bool, bytes})
+_LEAVES = frozenset({type(None), str, int, float, bool, bytes})
 
 
 def is_plain_tensor(value: object) -> bool:
@@ -126,32 +144,42 @@ def is_plain_tensor(value: object) -> bool:
     )
 
 
-def _is_plain_ndarray(value: object) -> bool:
-    return type(value) is np.ndarray and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
+def _is_plain_ndarray(value: np.ndarray) -> bool:
+    return not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles everything but arrays."""
+def _array(number: int) -> Any:
+    """Stands in a skeleton for array ``number``; only ``load`` knows which that is."""
+    raise pickle.UnpicklingError(f"array {number} is beside the skeleton, not in it")
 
-    def __init__(self, file: io.BytesIO, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+
+class _Arrays:
+    """The table of an output's arrays, while that is pickled: a pickler calls here for arrays, and for nothing else.
+
+    It looks a reducer up by exact type, so that a subclass pickles itself; and it remembers the placeholder of each object,
+    so that one that stands in two places is one array.
+    """
+
+    def __init__(self, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.specs: list[ArraySpec] = []
         self.host = HostArrays()
         self._staged = staged
         self._to_host = to_host
-        self._numbers: dict[int, int] = {}
-        self._alive: list[object] = []  # an id names an object only while that object lives
 
-    def persistent_id(self, value: object) -> int | None:
-        if not (isinstance(value, torch.Tensor) and is_plain_tensor(value)) and not _is_plain_ndarray(value):
-            return None
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.specs)
-            self._alive.append(value)
-            spec = self._tensor(value) if isinstance(value, torch.Tensor) else self._ndarray(value)  # type: ignore[arg-type]
-            self.specs.append(spec)
-        return number
+    def reducers(self) -> dict[type, Callable[[Any], Any]]:
+        """For a pickler's ``dispatch_table``, which takes the place of ``copyreg``'s."""
+        tensor, ndarray = self._reduce_tensor, self._reduce_ndarray
+        return {**copyreg.dispatch_table, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: ndarray}
+
+    def _reduce_tensor(self, value: torch.Tensor) -> Any:
+        return self._placeholder(self._tensor(value)) if is_plain_tensor(value) else value.__reduce_ex__(_PROTOCOL)
+
+    def _reduce_ndarray(self, value: np.ndarray) -> Any:
+        return self._placeholder(self._ndarray(value)) if _is_plain_ndarray(value) else value.__reduce_ex__(_PROTOCOL)
+
+    def _placeholder(self, spec: ArraySpec) -> tuple[Callable[[int], Any], tuple[int]]:
+        self.specs.append(spec)
+        return _array, (len(self.specs) - 1,)
 
     def _tensor(self, tensor: torch.Tensor) -> ArraySpec:
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -193,10 +221,12 @@ def dump(
     ``staged`` says by ``id()`` where each staged tensor is; ``to_host`` brings any other tensor to the host. Raises what
     pickling raises.
     """
+    arrays = _Arrays(staged, to_host)
     file = io.BytesIO()
-    pickler = _Pickler(file, staged, to_host)
+    pickler = pickle.Pickler(file, _PROTOCOL)
+    pickler.dispatch_table = arrays.reducers()
     pickler.dump(output)
-    return _encode(_Payload(tuple(pickler.specs), file.getvalue())), pickler.host
+    return _encode(_Payload(tuple(arrays.specs), file.getvalue())), arrays.host
 
 
 class _Unpickler(pickle.Unpickler):
@@ -204,8 +234,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._arrays = arrays
 
-    def persistent_load(self, number: Any) -> Any:
-        return self._arrays[number]
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _array.__name__ and module == __name__:
+            return self._arrays.__getitem__
+        return super().find_class(module, name)
 
 
 def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], bytes]:
@@ -214,14 +246,12 @@ def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], byt
     return decoded.arrays, decoded.pickled
 
 
-def load(
-    specs: tuple[ArraySpec, ...], pickled: bytes, device_bytes: Callable[[ArraySpec], torch.Tensor], host: Any
-) -> Any:
-    """Put the output together. ``device_bytes`` gives the flat uint8 tensor of a staged array; ``host`` is the host buffer."""
+def load(specs: tuple[ArraySpec, ...], pickled: bytes, staged: Callable[[ArraySpec], torch.Tensor], host: Any) -> Any:
+    """Put the output together. ``staged`` gives the tensor of a staged array; ``host`` is the host buffer."""
 
     def build(spec: ArraySpec) -> Any:
         if spec.piece >= 0:
-            return tensor_from_bytes(device_bytes(spec), spec)
+            return staged(spec)
         flat = (
             np.frombuffer(host, np.uint8, spec.nbytes, spec.offset)
             if spec.offset >= 0
@@ -231,13 +261,24 @@ def load(
             if not spec.nbytes:  # its items may have no size either
                 return np.empty(spec.shape, np.dtype(spec.dtype))
             return flat.view(np.dtype(spec.dtype)).reshape(spec.shape)
-        return tensor_from_bytes(torch.from_numpy(flat), spec)
+        return tensor_over(flat, spec)
 
     return _Unpickler(io.BytesIO(pickled), [build(spec) for spec in specs]).load()
 
 
+def tensor_over(flat: np.ndarray, spec: ArraySpec) -> torch.Tensor:
+    """The tensor whose bytes are ``flat`` (uint8, exactly its bytes), which it keeps alive. See Note [Waiting for the GIL]."""
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    dtype = _NUMPY_DTYPES.get(spec.dtype)
+    if dtype is not None:
+        return torch.from_numpy(flat.view(dtype).reshape(spec.shape))
+    tensor = torch.frombuffer(flat, dtype=getattr(torch, spec.dtype))
+    return tensor if tensor.shape == spec.shape else tensor.view(spec.shape)
+
+
 def tensor_from_bytes(flat: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """``flat`` (uint8, exactly the array's bytes) seen as the array it is."""
+    """The same over a flat uint8 tensor, on any device."""
     dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)

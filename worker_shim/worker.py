@@ -100,6 +100,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     gpu_id,
                     error,
                 )
+        if self.exporter is not None and worker.worker.init_snapshot is not None:
+            # vllm-omni gives its KV cache whatever it does not find taken since that snapshot.
+            self.exporter.reserve_arena()
         return worker
 
     def _open_exporter(self, gpu_id: int) -> Exporter:
@@ -210,6 +213,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     self._report(job.output_id, error)
                 if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
                     self._settled(job.output_id)
+            del job  # else its output would stay until the next one comes
 
     def _hand_over(self, job: Staged | _OwnPath | _HandedBack | _Unsent) -> None:
         match job:

@@ -5,9 +5,14 @@ Memory is named by plain addresses; who owns it is said where it is made. Every 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from packer_service.timeline import TimelinePage
+
+
+def nothing() -> None:
+    """Called where nobody has anything to do then."""
 
 
 class Arena(Protocol):
@@ -15,7 +20,9 @@ class Arena(Protocol):
 
     nbytes: int
 
-    def close(self) -> None: ...
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        """Close it soon: see ``Device.drain``. ``then`` is called after that, on another thread; it may not wait."""
+        ...
 
 
 class Timeline(Protocol):
@@ -23,7 +30,9 @@ class Timeline(Protocol):
 
     page: TimelinePage
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Soon: see ``Device.drain``."""
+        ...
 
 
 class Marker(Protocol):
@@ -37,10 +46,12 @@ class Marker(Protocol):
 class Stream(Protocol):
     """Work in order, beside other streams. Submitting never waits for the work."""
 
-    def wait_timeline(self, timeline: Timeline, value: int) -> None: ...
+    def wait_timeline(self, timeline: Timeline, value: int) -> None:
+        """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may wait for nothing unmet now."""
+        ...
 
     def wait_event(self, handle: bytes) -> None:
-        """Wait for the worker's interprocess event behind ``handle`` as it was last recorded."""
+        """The same for the worker's interprocess event behind ``handle``, as it was last recorded."""
         ...
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
@@ -49,7 +60,9 @@ class Stream(Protocol):
 
     def record(self) -> Marker: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Soon: see ``Device.drain``."""
+        ...
 
 
 class Device(Protocol):
@@ -67,7 +80,9 @@ class Device(Protocol):
         """Make host memory a target of fast copies. ``unregister`` undoes it."""
         ...
 
-    def unregister(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
+        """As ``Arena.close``: the memory must stay mapped until ``then`` is called."""
+        ...
 
     def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> Arena:
         """Import a worker's chunk and check that it really holds ``nbytes``. Takes the descriptors out of ``fds`` it keeps."""
@@ -81,6 +96,13 @@ class Device(Protocol):
 
     def failure(self) -> str:
         """Why no call to this device will work any more; empty while it does."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
+
+        See Note [What a close waits for] in packer_service.devices.closer.
+        """
         ...
 
     def close(self) -> None: ...

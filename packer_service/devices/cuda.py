@@ -1,9 +1,11 @@
 """CUDA through the driver API: no torch, no runtime library; about 130 MB resident, most of it the driver's own.
 
 Note [Waiting without burning a core or a connection]
-The context is made with blocking synchronization: a thread that waits for a copy sleeps in the kernel. And the process
-takes 32 hardware connections instead of 8 before the driver is initialized: a stream stalled in a timeline wait occupies
-its connection, and with the default sixteen stalled workers would stop every other stream of the process.
+The context is made with blocking synchronization: a thread that waits for a copy sleeps in the kernel. A stream that waits
+for a forward occupies a hardware connection, and whatever else was put on that connection waits with it. Each connection
+costs the process 10 MB of resident memory and 17 ms of its start, so there are few: ``_WAITING_STREAMS`` sessions have a
+stream, and with it a connection, of their own; all others share one more, on which nothing ever waits: their outputs are
+submitted when the forward is over, which somebody has to poll for (DeviceBusy).
 
 Note [The end of a copy]
 Waking a sleeping thread costs about 0.1 ms, as much as a small copy itself. How long a forward takes nobody knows, so its
@@ -18,16 +20,18 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from packer_service import affinity
-from packer_service.devices.base import Arena, Timeline
-from packer_service.errors import DeviceError
+from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.closer import Closer
+from packer_service.errors import DeviceBusy, DeviceError
 from packer_service.timeline import TimelinePage
 
 REGISTER_BYTES = 64 << 20  # one registration; larger ones delay copies that run beside them
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_MAX_CONNECTIONS = "32"
+_WAITING_STREAMS = 3
 _SPIN_S = 0.0004
 _FIRST_GUESS_BYTES_PER_S = 50e9  # PCIe 5 x16; too high a guess only means an earlier look
 _TELLING_BYTES = 8 << 20
@@ -86,7 +90,8 @@ def device_uuid(device: Any) -> str:
 class CudaArena:
     """A worker's chunk behind its IPC handle. The import keeps the memory alive even when the worker is gone."""
 
-    def __init__(self, handle: bytes, nbytes: int) -> None:
+    def __init__(self, handle: bytes, nbytes: int, closer: Closer) -> None:
+        self._closer = closer
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self.pointer = int(call(driver.cuIpcOpenMemHandle, handle_from(driver.CUipcMemHandle, handle), flags))
         self.nbytes = nbytes
@@ -98,17 +103,16 @@ class CudaArena:
             self.close()
             raise
 
-    def close(self) -> None:
-        if self.pointer:
-            pointer, self.pointer = self.pointer, 0
-            call(driver.cuIpcCloseMemHandle, pointer)
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        self._closer.close_later(lambda: call(driver.cuIpcCloseMemHandle, self.pointer), then)
 
 
 class CudaTimeline:
     """A counter in a page that both processes have registered: the worker's stream writes it, ours waits for it."""
 
-    def __init__(self, page: TimelinePage) -> None:
+    def __init__(self, page: TimelinePage, closer: Closer) -> None:
         self.page = page
+        self._closer = closer
         try:
             call(driver.cuMemHostRegister, page.address, page.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
             self.pointer = int(call(driver.cuMemHostGetDevicePointer, page.address, 0))
@@ -117,8 +121,7 @@ class CudaTimeline:
             raise
 
     def close(self) -> None:
-        call(driver.cuMemHostUnregister, self.page.address)
-        self.page.close()
+        self._closer.close_later(lambda: call(driver.cuMemHostUnregister, self.page.address), self.page.close)
 
 
 class CudaMarker:
@@ -145,15 +148,17 @@ class CudaMarker:
 
 
 class CudaStream:
-    """A non-blocking stream. Copies are cut where the registrations of host memory end (see ``CudaDevice.register``).
+    """One session's use of a stream. Copies are cut where the registrations of host memory end (``CudaDevice.register``).
 
     One thread submits at a time, one synchronizes markers; the list of idle events is the only thing they share.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, closer: Closer, stream: Any, *, may_wait: bool) -> None:
         self.bytes_per_s = _FIRST_GUESS_BYTES_PER_S
         self._device = device
-        self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._closer = closer
+        self._stream = stream
+        self._may_wait = may_wait  # for a forward: see Note [Waiting without burning a core or a connection]
         self._imported: dict[bytes, Any] = {}  # the worker's events
         self._idle: list[Any] = []  # our own events
         self._started: Any = None  # of the output being submitted
@@ -161,18 +166,25 @@ class CudaStream:
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, CudaTimeline)
-        call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ)
-        self._start()
+        self._wait(
+            lambda: timeline.page.counter >= value,
+            lambda: call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ),
+        )
 
     def wait_event(self, handle: bytes) -> None:
         event = self._imported.get(handle)
         if event is None:
             event = call(driver.cuIpcOpenEventHandle, handle_from(driver.CUipcEventHandle, handle))
             self._imported[handle] = event
-        call(driver.cuStreamWaitEvent, self._stream, event, 0)
-        self._start()
+        self._wait(
+            lambda: driver.cuEventQuery(event)[0] != _NOT_READY,
+            lambda: call(driver.cuStreamWaitEvent, self._stream, event, 0),
+        )
 
-    def _start(self) -> None:
+    def _wait(self, met: Callable[[], bool], submit: Callable[[], None]) -> None:
+        if not self._may_wait and not met():
+            raise DeviceBusy("other sessions have the streams that may wait")
+        self._closer.submit_wait(met, submit)
         self._started, self._nbytes = self._event(), 0
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
@@ -205,11 +217,13 @@ class CudaStream:
             self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
+        self._closer.close_later(self._close)
+
+    def _close(self) -> None:
         for event in (*self._imported.values(), *self._idle):
             driver.cuEventDestroy(event)
-        self._imported.clear()
-        self._idle.clear()
-        call(driver.cuStreamDestroy, self._stream)
+        if self._may_wait:
+            self._device.take_back(self._stream)
 
 
 class CudaDevice:
@@ -220,7 +234,7 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         if driver is None:
             raise DeviceError("cuda-bindings is not installed: pip install 'packer-service[cuda]'")
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _MAX_CONNECTIONS)  # Note [Waiting without burning ...]
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_WAITING_STREAMS + 1)  # before the driver is initialized
         try:
             call(driver.cuInit, 0)
             count = int(call(driver.cuDeviceGetCount))
@@ -236,9 +250,14 @@ class CudaDevice:
         self.bind_thread()
         self.uuid = device_uuid(self._device)
         self.name = call(driver.cuDeviceGetName, 96, self._device).split(b"\0")[0].decode()
-        self._lock = threading.Lock()  # guards the two lists below
+        self._lock = threading.Lock()  # guards the lists below
         self._starts: list[int] = []  # of every registration, sorted
         self._sizes: dict[int, int] = {}
+        self._closer = Closer(self.bind_thread)
+        self._shared_stream, *self._waiting_streams = (
+            call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            for _ in range(_WAITING_STREAMS + 1)
+        )
 
     def bind_thread(self) -> None:
         call(driver.cuCtxSetCurrent, self._context)
@@ -253,20 +272,27 @@ class CudaDevice:
                 done.append(address + offset)
         except BaseException:
             for start in done:
-                driver.cuMemHostUnregister(start)
+                self._unregister(start)
+            self._closer.drain()
             raise
         with self._lock:
             for start in done:
                 bisect.insort(self._starts, start)
                 self._sizes[start] = min(REGISTER_BYTES, address + nbytes - start)
 
-    def unregister(self, address: int, nbytes: int) -> None:
+    def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         """Undo ``register(address, nbytes)``."""
+        starts = range(address, address + nbytes, REGISTER_BYTES)
         with self._lock:
-            for start in range(address, address + nbytes, REGISTER_BYTES):
-                call(driver.cuMemHostUnregister, start)
+            for start in starts:
                 self._starts.remove(start)
                 del self._sizes[start]
+        for start in starts:
+            self._unregister(start)
+        self._closer.close_later(nothing, then)
+
+    def _unregister(self, start: int) -> None:
+        self._closer.close_later(lambda: call(driver.cuMemHostUnregister, start))
 
     def registration_end(self, address: int) -> int:
         """Where the registration that holds ``address`` ends."""
@@ -275,16 +301,28 @@ class CudaDevice:
             return start + self._sizes[start]
 
     def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> CudaArena:
-        return CudaArena(handle, nbytes)
+        return CudaArena(handle, nbytes, self._closer)
 
     def open_timeline(self, page: TimelinePage) -> CudaTimeline:
-        return CudaTimeline(page)
+        return CudaTimeline(page, self._closer)
 
     def open_stream(self) -> CudaStream:
-        return CudaStream(self)
+        with self._lock:
+            if self._waiting_streams:
+                return CudaStream(self, self._closer, self._waiting_streams.pop(), may_wait=True)
+        return CudaStream(self, self._closer, self._shared_stream, may_wait=False)
+
+    def take_back(self, stream: Any) -> None:
+        """A session that had a stream of its own is closed."""
+        with self._lock:
+            self._waiting_streams.append(stream)
 
     def failure(self) -> str:
         return context_failure()
 
+    def drain(self) -> None:
+        self._closer.drain()
+
     def close(self) -> None:
+        self._closer.stop()
         call(driver.cuDevicePrimaryCtxRelease, self._device)

@@ -10,7 +10,8 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from packer_service.devices.base import Arena, Timeline
+from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceError, ProtocolError
 from packer_service.memory import SharedMemory
 from packer_service.timeline import TimelinePage
@@ -21,20 +22,22 @@ _POLL_S = 0.0005
 class HostArena:
     """A worker's memfd, mapped here."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, closer: Closer) -> None:
         self._memory = memory
+        self._closer = closer
         self.address = memory.address
         self.nbytes = memory.nbytes
 
-    def close(self) -> None:
-        self._memory.close()
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        self._closer.close_later(self._memory.close, then)
 
 
 class HostTimeline:
     """A counter that CPUs alone read and write."""
 
-    def __init__(self, page: TimelinePage) -> None:
+    def __init__(self, page: TimelinePage, closer: Closer) -> None:
         self.page = page
+        self._closer = closer
         self._closed = threading.Event()
 
     def wait(self, value: int) -> None:
@@ -43,7 +46,7 @@ class HostTimeline:
 
     def close(self) -> None:
         self._closed.set()
-        self.page.close()
+        self._closer.close_later(self.page.close)
 
 
 class HostMarker:
@@ -61,12 +64,15 @@ class HostMarker:
 class HostStream:
     """Calls in order. Markers must be synchronized in the order they were recorded, by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, closer: Closer) -> None:
+        self._closer = closer
         self._calls: list[Callable[[], object]] = []
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, HostTimeline)
-        self._calls.append(lambda: timeline.wait(value))
+        self._closer.submit_wait(
+            lambda: timeline.page.counter >= value, lambda: self._calls.append(lambda: timeline.wait(value))
+        )
 
     def wait_event(self, handle: bytes) -> None:
         raise DeviceError("the host device has no events: leave the setting event at 'timeline'")
@@ -91,28 +97,35 @@ class HostDevice:
     uuid = "host"
     name = "host memory"
 
+    def __init__(self) -> None:
+        # Nothing here would hold up others; but so the same packer runs as on a GPU.
+        self._closer = Closer(self.bind_thread)
+
     def bind_thread(self) -> None:
         pass
 
     def register(self, address: int, nbytes: int) -> None:
         pass
 
-    def unregister(self, address: int, nbytes: int) -> None:
-        pass
+    def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
+        self._closer.close_later(nothing, then)
 
     def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> HostArena:
         if not fds:
             raise ProtocolError("a host arena came without its memfd")
-        return HostArena(SharedMemory.attach(fds.pop(), nbytes))
+        return HostArena(SharedMemory.attach(fds.pop(), nbytes), self._closer)
 
     def open_timeline(self, page: TimelinePage) -> HostTimeline:
-        return HostTimeline(page)
+        return HostTimeline(page, self._closer)
 
     def open_stream(self) -> HostStream:
-        return HostStream()
+        return HostStream(self._closer)
 
     def failure(self) -> str:
         return ""
 
+    def drain(self) -> None:
+        self._closer.drain()
+
     def close(self) -> None:
-        pass
+        self._closer.stop()

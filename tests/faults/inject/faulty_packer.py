@@ -60,9 +60,13 @@ def _failing(fault: str, error: Exception, function: Callable[..., Any] = lambda
     return call
 
 
+_open = host.HostDevice.__init__
+
+
 def _open_device(self: Any) -> None:
     if _is_set("context"):
         raise DeviceError("cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE")
+    _open(self)
 
 
 def _copy_to_host(self: Any, address: int, arena: Any, offset: int, nbytes: int) -> None:

@@ -1,0 +1,88 @@
+"""Device memory given back without holding up anybody's copies.
+
+Note [What a close waits for]
+cuMemHostUnregister and cuIpcCloseMemHandle wait until every stream of the process has run dry, and no other thread's call
+gets through meanwhile. With one stream waiting for a worker's forward, every copy of every session would stop for as long
+as that forward takes. So one thread closes, and only while no stream waits for a forward. Such a moment must come: while
+something is to be closed, a wait that is not met yet is refused (DeviceBusy), and whoever wants to submit it tries again
+until it is met or nothing is left to close. What was submitted before ends with its forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from packer_service.devices.base import nothing
+from packer_service.errors import DeviceBusy
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+
+Met = Callable[[], bool]
+
+
+class Closer:
+    """Closes what it is given, in order, on a thread of its own. See Note [What a close waits for]."""
+
+    def __init__(self, bind_thread: Callable[[], None]) -> None:
+        self._bind_thread = bind_thread
+        self._lock = threading.Lock()  # held for a close, and while a wait is submitted
+        self._unmet: list[Met] = []  # of the waits that streams are in or may be in
+        self._busy = False
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device-closer", daemon=True)
+        self._thread.start()
+
+    def submit_wait(self, met: Met, submit: Callable[[], None]) -> None:
+        """Call ``submit``, which has a stream wait for what ``met`` tells of. DeviceBusy where it may not wait now."""
+        with self._lock:
+            self._unmet = [unmet for unmet in self._unmet if not unmet()]
+            if met():
+                submit()
+            elif self._busy or not self._jobs.empty():
+                raise DeviceBusy("memory is being given back")
+            else:
+                submit()
+                self._unmet.append(met)
+
+    def close_later(self, close: Callable[[], None], then: Callable[[], None] = nothing) -> None:
+        """Have ``close`` called as soon as no stream waits, and ``then`` after it. Neither may wait for a peer."""
+        self._jobs.put((close, then))
+
+    def drain(self) -> None:
+        """Wait until everything given so far is closed: as long as the longest forward that a stream waits for."""
+        closed = threading.Event()
+        self.close_later(nothing, closed.set)
+        closed.wait()
+
+    def stop(self) -> None:
+        """Close what is left, then end."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._bind_thread()
+        while (job := self._jobs.get()) is not None:
+            self._busy = True
+            try:
+                for step in (lambda: self._close_when_quiet(job[0]), job[1]):
+                    try:
+                        step()
+                    except Exception:
+                        logger.exception("device memory could not be given back")
+            finally:
+                self._busy = False
+
+    def _close_when_quiet(self, close: Callable[[], None]) -> None:
+        while True:
+            with self._lock:
+                self._unmet = [unmet for unmet in self._unmet if not unmet()]
+                if not self._unmet:
+                    close()
+                    return
+            time.sleep(_POLL_S)
