@@ -322,7 +322,10 @@ def _words(sample: Sample) -> str:
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """Everything over the number of outputs: dots at rest, lines under load. The same samples give the same bytes."""
+    """Everything over the number of outputs: dots at rest, lines under load. The same samples give the same bytes.
+
+    Of memory, which is a gigabyte of modules mostly, what has been added since the warm-up.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -339,23 +342,27 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
         ([sample for sample in samples if sample["at_rest"]], ", at rest", {"marker": ".", "linestyle": "none"}),
     ]
 
-    def plot(axes: Any, name: str, of: Callable[[Sample], float]) -> None:
+    def plot(axes: Any, name: str, of: Callable[[Sample], float], after: str = "") -> None:
         for chosen, where, style in kinds:
-            outputs, label = [sample["outputs"] for sample in chosen], where and name + where
+            outputs, label = [sample["outputs"] for sample in chosen], where and name + where + after
             axes.plot(outputs, [of(sample) for sample in chosen], label=label, color=colours[name], **style)
 
+    rests = kinds[1][0]
     for name in PROCESSES:
-        plot(memory, name, lambda sample, name=name: sample[name]["resident_bytes"] / MIB)
+        before = rests[_warm_up(len(rests))][name]["resident_bytes"] / MIB
+        since = f"\n({before:.0f} MiB after the warm-up)"
+        plot(memory, name, lambda s, name=name, before=before: s[name]["resident_bytes"] / MIB - before, since)
         plot(fds, name, lambda sample, name=name: sample[name]["fds"])
         plot(threads, name, lambda sample, name=name: sample[name]["threads"])
     for name in ("pool", "arena"):
         plot(shared, name, lambda sample, name=name: sample[f"{name}_bytes"] / MIB)
-    labels = ("resident less shared, MiB", "shared memory, MiB", "descriptors", "threads")
+    labels = ("resident, not shared,\nMiB since the warm-up", "shared memory, MiB", "descriptors", "threads")
     for axes, label in zip(panels, labels, strict=True):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    memory.set_ylim(-MORE_BYTES / MIB, 2 * MORE_BYTES / MIB)
     panels[-1].set_xlabel("outputs; lines: under load")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
