@@ -106,6 +106,25 @@ def test_a_plot_is_the_same_bytes_for_the_same_samples(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "several", "numpy", "host tensor"])
+def test_one_wrong_bit_anywhere_in_an_output_is_seen(kind):
+    import soak_pipeline
+    import torch
+
+    made = soak_pipeline.make(kind, 77, 8192, torch.device("cpu"))
+    output = made["output"] if isinstance(made, dict) else made
+    assert soak_pipeline.is_right(kind, 77, 8192, output)
+    assert not soak_pipeline.is_right(kind, 78, 8192, output)
+    for array in soak_pipeline.arrays(kind, output):
+        flat = torch.as_tensor(array).reshape(-1).view(torch.uint8)
+        for position in (0, len(flat) // 2, len(flat) - 1):
+            flat[position] ^= 4
+            assert not soak_pipeline.is_right(kind, 77, 8192, output)
+            flat[position] ^= 4
+    assert soak_pipeline.is_right(kind, 77, 8192, output)
+
+
+@pytest.mark.engine
 def test_a_short_soak_gives_every_output_right_and_ends_flat_with_nothing_left(monkeypatch):
     pytest.importorskip("vllm_omni")
     for name, value in soak.ENVIRONMENT.items():
