@@ -69,7 +69,7 @@ _ABOUT = {
 }
 
 
-_NO_BENCHMARKS = ("chaos", "fuzz")  # their results say whether, not how fast
+_NO_BENCHMARKS = ("chaos", "fuzz", "soak")  # their results say whether, not how fast
 
 
 class Target(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 from packer_service import transport
@@ -14,13 +13,12 @@ from packer_service.protocol import Welcome
 from packer_service.transport import Channel
 from worker_shim.log import get_logger
 from worker_shim.receiver import Delivered
-from worker_shim.restarts import RestartBudget
+from worker_shim.restarts import RestartBudget, Retries
 from worker_shim.result_queue import PackerResultQueue
 
 logger = get_logger(__name__)
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_PAUSES_S = (0.0, 0.05)
 
 
 class PackerKeeper:
@@ -67,32 +65,29 @@ class PackerKeeper:
     def _bring_back(self, reason: str) -> None:
         """Until a connection is made, or this side closes."""
         logger.warning("the packer at %s is gone: %s", self.socket, reason)
-        limit = time.monotonic() + self._settings.restart_wait_s
-        pause_s, patient, given_up = 0.0, self._budget.spend(), False
-        while True:
-            if not given_up and (not patient or time.monotonic() > limit):
-                given_up = True
-                logger.error(
-                    "the packer at %s does not come back: %s. It is tried again every retry_s = %g s, and meanwhile outputs"
-                    " take vllm-omni's own path (settings max_restarts, restart_window_s, restart_wait_s)",
-                    self.socket,
-                    reason,
-                    self._settings.retry_s,
-                )
-            if self._closing.wait(self._settings.retry_s if given_up else pause_s):
-                return
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        retries = Retries(self._budget, self._settings, self._closing, _PAUSES_S, self._give_up)
+        while retries.wait(reason):
             try:
                 if self._restart is not None:
                     self._restart()
                 channel = self._connect(self._settings.handshake_timeout_s)
             except (PackerError, OSError) as error:
                 reason = str(error)
-                patient = patient and (self._restart is None or self._budget.spend())
+                if self._restart is not None:
+                    retries.count_end()
                 continue
             logger.info("the packer at %s is back: packer %d", self.socket, self.welcome.pid)
             self.queue.attach(channel)
             return
+
+    def _give_up(self, reason: str) -> None:
+        logger.error(
+            "the packer at %s does not come back: %s. It is tried again every retry_s = %g s, and meanwhile outputs"
+            " take vllm-omni's own path (settings max_restarts, restart_window_s, restart_wait_s)",
+            self.socket,
+            reason,
+            self._settings.retry_s,
+        )
 
     def stop(self) -> None:
         """Bring nothing back any more. The connection stays: see ``close``."""

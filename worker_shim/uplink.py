@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -22,15 +21,14 @@ from packer_service.protocol import Message
 from packer_service.transport import Channel, close_fds
 from worker_shim.heartbeat import Heartbeat
 from worker_shim.log import get_logger
-from worker_shim.restarts import RestartBudget
+from worker_shim.restarts import RestartBudget, Retries
 
 logger = get_logger(__name__)
 
 Packet = tuple[Message, int | None]
 _LOOK_S = 0.5
 _ROOM_POLL_S = 0.005
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 1.0
+_PAUSES_S = (0.02,)
 
 
 class Client(Protocol):
@@ -191,34 +189,28 @@ class Uplink:
 
     def _reconnect(self, reason: str) -> Channel | None:
         """The next connection, however long it takes; None where this side is closing."""
-        limit = time.monotonic() + (self._settings.restart_wait_s if self._budget.spend() else 0.0)
-        pause_s, given_up = _FIRST_PAUSE_S, False
+        retries = Retries(self._budget, self._settings, self._closing, _PAUSES_S, self._give_up)
         reason = f"the packer is gone ({reason})"
         if not self._closing.is_set():
             logger.warning("%s; outputs wait for it to come back", reason)
-        while not self._closing.is_set():
-            left = limit - time.monotonic()
-            if left <= 0 and not given_up:
-                given_up = True
-                logger.error(
-                    "outputs take vllm-omni's own path: %s; it is tried again every retry_s = %g s"
-                    " (settings restart_wait_s, max_restarts)",
-                    reason,
-                    self._settings.retry_s,
-                )
-                self._client.give_up(reason)
-            if self._closing.wait(self._settings.retry_s if given_up else min(pause_s, left)):
-                break
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        while retries.wait(reason):
             try:
-                timeout_s = self._settings.handshake_timeout_s
-                channel = self._connect(timeout_s if given_up else min(timeout_s, max(left, 0.1)))
+                channel = self._connect(min(self._settings.handshake_timeout_s, max(retries.left_s, 0.1)))
             except (PackerError, OSError) as error:
                 reason = f"the packer is gone and does not come back ({error})"
                 continue
             self._resume(channel)
             return channel
         return None
+
+    def _give_up(self, reason: str) -> None:
+        logger.error(
+            "outputs take vllm-omni's own path: %s; it is tried again every retry_s = %g s"
+            " (settings restart_wait_s, max_restarts)",
+            reason,
+            self._settings.retry_s,
+        )
+        self._client.give_up(reason)
 
     def _resume(self, channel: Channel) -> None:
         with self.lock:
