@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import multiprocessing
-import os
 import secrets
 import threading
 import types
@@ -186,11 +185,12 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        if self._handoff is not None and os.environ.get("PACKER_KEEP_SPINNING") != "1":
-            from worker_shim.patient_queue import read_patiently  # needs the vllm we know
+        if self._handoff is None:
+            return own
+        from worker_shim.patient_queue import read_patiently  # imports what compat.py had to find first
 
-            read_patiently(own)
-        if self._handoff is None or self.od_config.step_execution:  # in step mode only replies come this way
+        read_patiently(own)
+        if self.od_config.step_execution:  # only replies come this way
             return own
         return OnceQueue(own, self._delivered)
 
