@@ -44,7 +44,7 @@ class Channel:
     def __init__(self, sock: socket.socket, decoder: Decoder) -> None:
         self._socket = sock
         self._send_lock = threading.Lock()
-        self._receive_us = 0  # SO_RCVTIMEO as it is set; 0: none
+        self._receive_us = 0  # SO_RCVTIMEO as it is set, 0 for none; the receiving thread's
         self.decoder = decoder
 
     def send(self, message: Message, fd: int | None = None) -> None:
@@ -93,9 +93,8 @@ class Channel:
         try:
             try:
                 data, fds, flags = self._receive(timeout_s)
-            except (
-                ConnectionResetError
-            ):  # said once, by a peer that died with unread messages of ours; its own are still there
+            except ConnectionResetError:
+                # Said once, of a peer that died with unread messages of ours; its own are still there.
                 data, fds, flags = self._receive(timeout_s)
         except BlockingIOError:
             return None
@@ -123,7 +122,7 @@ class Channel:
         """One message, its descriptors and flags. BlockingIOError where none came in time.
 
         The time is the kernel's to keep (SO_RCVTIMEO, rounded up to its ticks): one call that waits and receives lets go of
-        the GIL once, poll and recvmsg twice. Setting it does not.
+        the GIL once, poll and recvmsg twice; setsockopt keeps it.
         """
         how = socket.MSG_CMSG_CLOEXEC
         if timeout_s is not None and timeout_s <= 0:

@@ -91,11 +91,8 @@ class SoakPipeline(nn.Module):
     def forward(self, batch: Any) -> list[DiffusionOutput]:
         outputs = []
         for params in batch.sampling_params_list:
-            asked = {
-                "kind": KINDS[0],
-                "nbytes": STEP_BYTES,
-                **(params.extra_args or {}),
-            }  # vllm-omni's warm-up asks for nothing
+            # vllm-omni's warm-up asks for nothing
+            asked = {"kind": KINDS[0], "nbytes": STEP_BYTES, **(params.extra_args or {})}
             made = make(asked["kind"], params.seed or 0, asked["nbytes"], self.weight.device)
             outputs.append(DiffusionOutput(output=made))
         return outputs

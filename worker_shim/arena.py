@@ -51,7 +51,7 @@ class Arena:
         self._device = device
         self._step_bytes = step_bytes
         self._announce = announce
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # taken by itself in ``allocate``: a Condition's own ``with`` is Python
         self._changed = threading.Condition(self._lock)
         self._chunks: dict[int, tuple[Chunk, Extents]] = {}
         self._next_chunk = 0

@@ -45,7 +45,7 @@ from packer_service.protocol import (
 from packer_service.transport import Channel
 from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
-from worker_shim.export_device import Chunk, ExportDevice, Signal, copy
+from worker_shim.export_device import Chunk, ExportDevice, Signal, copy_into
 from worker_shim.log import get_logger
 from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
 from worker_shim.uplink import Packet, Uplink
@@ -60,7 +60,7 @@ _FINISH_S = 5.0
 _NO_SIGNAL = Signal(0)
 
 Copy = tuple[torch.Tensor, torch.Tensor, int]
-"""(tensor, flat memory, offset in it): see ``export_device.copy``."""
+"""(tensor, flat memory, offset in it): see ``export_device.copy_into``."""
 
 Salvage = Callable[[object, Callable[[object], object]], bool]
 """(output, dump) -> whether to try again; see ``Exporter.submit``."""
@@ -204,7 +204,7 @@ class Exporter:
                 self._start(staged)  # the packer gets ready while the copies below are submitted
         try:
             for tensor, memory, offset in copies:
-                copy(self.device, tensor, memory, offset)
+                copy_into(self.device, tensor, memory, offset)
             staged.signal = self.device.signal()
         except Exception:
             self._abandon(staged, announced)

@@ -102,7 +102,7 @@ class ExportDevice(Protocol):
     def close(self) -> None: ...
 
 
-def copy(device: ExportDevice, tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> None:
+def copy_into(device: ExportDevice, tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> None:
     """Submit a copy of the values of ``tensor``, densely and in order, into flat uint8 ``memory`` at ``offset`` (bytes).
 
     On the current stream. A tensor that is dense as it lies costs one driver call and none of torch's; any other layout, and
@@ -246,9 +246,8 @@ class CudaExportDevice:
         return Allocation(handle, int(nbytes), tensor.data_ptr() - int(base))
 
     def _current_stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(
-            self._index
-        )  # without the object that torch.cuda.current_stream makes
+        # torch.cuda.current_stream makes an object for it, once for each copy
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
         call(driver.cuMemcpyDtoDAsync, target, source, nbytes, self._current_stream())

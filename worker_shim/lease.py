@@ -41,9 +41,9 @@ class LeaseBook:
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uses: Counter[int] = Counter()  # lease -> arrays alive
-        self._alive: dict[
-            int, tuple[weakref.ref[np.ndarray], int]
-        ] = {}  # each array's reference, by its id(), and lease
+        # id(reference) -> the reference, which calls only if it outlives its array, and the lease. On any thread: each access
+        # is one operation of a dict.
+        self._alive: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}
         self._thread = threading.Thread(target=self._return_all, name="packer-leases", daemon=True)
         self._thread.start()
 
