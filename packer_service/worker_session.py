@@ -231,12 +231,12 @@ class WorkerSession:
             self._arenas[message.arena] = str(error)
 
     def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
-        """Close these imports, and have ``answer`` sent once they are closed."""
+        """Close these imports, and have ``answer`` sent once they are closed: by the finisher, for sending may wait."""
         found = [self._arenas.pop(number, "") for number in numbers]
         arenas = [arena for arena in found if not isinstance(arena, str)]
         for arena in arenas[:-1]:
             arena.close()
-        if arenas:
+        if arenas:  # closed in order: after the last one, all are
             arenas[-1].close(functools.partial(self._finishing.put, answer))
         else:
             self._answer(answer)
@@ -380,22 +380,26 @@ class WorkerSession:
         while (job := self._finishing.get()) is not None:
             try:
                 if isinstance(job, Transfer):
-                    self._finish(job)
+                    self._finish_or_abandon(job)
                 else:
                     self._answer(job)
             except PeerClosed:
                 pass  # the reader sees it too, and ends the session
-            except Exception as error:
-                if not isinstance(job, Transfer):
-                    raise
-                logger.exception("output %s failed in the packer", job.output)
-                self._check_device()
-                with self._lock:
-                    job.abandoned = job.abandoned or f"{type(error).__name__}: {error}"
-                    job.copied = True
-                    complete = self._transfers.get(job.output) is job and job.second is not None
-                if complete:
-                    self._settle(job)
+
+    def _finish_or_abandon(self, transfer: Transfer) -> None:
+        try:
+            self._finish(transfer)
+        except PeerClosed:
+            raise
+        except Exception as error:
+            logger.exception("output %s failed in the packer", transfer.output)
+            self._check_device()
+            with self._lock:
+                transfer.abandoned = transfer.abandoned or f"{type(error).__name__}: {error}"
+                transfer.copied = True
+                complete = self._transfers.get(transfer.output) is transfer and transfer.second is not None
+            if complete:
+                self._settle(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
         if transfer.copied:  # the reader completed it
@@ -484,6 +488,7 @@ class WorkerSession:
         self._unmap_arenas(transfer.export.close, nack)
 
     def _answer(self, answer: Ack | Nack | Unmapped) -> None:
+        """Send it. A nack that finds nobody stays in ``_unanswered``; for anything else that is PeerClosed."""
         try:
             self._channel.send(answer)
         except PeerClosed:

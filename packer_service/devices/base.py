@@ -12,7 +12,7 @@ from packer_service.timeline import TimelinePage
 
 
 def nothing() -> None:
-    """Called where nobody has anything to do then."""
+    """The ``then`` of a close that nothing follows."""
 
 
 class Arena(Protocol):
@@ -47,11 +47,11 @@ class Stream(Protocol):
     """Work in order, beside other streams. Submitting never waits for the work."""
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
-        """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may wait for nothing unmet now."""
+        """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may not wait now."""
         ...
 
     def wait_event(self, handle: bytes) -> None:
-        """The same for the worker's interprocess event behind ``handle``, as it was last recorded."""
+        """The same for the worker's interprocess event behind ``handle`` as it was last recorded."""
         ...
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:

@@ -24,16 +24,20 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.002
 
 Met = Callable[[], bool]
+"""Whether a wait is over. Called on the thread that submits it and on the one that closes."""
 
 
 class Closer:
-    """Closes what it is given, in order, on a thread of its own. See Note [What a close waits for]."""
+    """Closes what it is given, in order, on a thread of its own. See Note [What a close waits for].
+
+    ``_lock`` guards ``_unmet``, and is held for a close and while a wait is submitted. Only the thread writes ``_busy``.
+    """
 
     def __init__(self, bind_thread: Callable[[], None]) -> None:
         self._bind_thread = bind_thread
-        self._lock = threading.Lock()  # held for a close, and while a wait is submitted
+        self._lock = threading.Lock()
         self._unmet: list[Met] = []  # of the waits that streams are in or may be in
-        self._busy = False
+        self._busy = False  # with a job that is no longer in the queue
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device-closer", daemon=True)
         self._thread.start()
@@ -41,7 +45,7 @@ class Closer:
     def submit_wait(self, met: Met, submit: Callable[[], None]) -> None:
         """Call ``submit``, which has a stream wait for what ``met`` tells of. DeviceBusy where it may not wait now."""
         with self._lock:
-            self._unmet = [unmet for unmet in self._unmet if not unmet()]
+            self._forget_met()
             if met():
                 submit()
             elif self._busy or not self._jobs.empty():
@@ -51,7 +55,10 @@ class Closer:
                 self._unmet.append(met)
 
     def close_later(self, close: Callable[[], None], then: Callable[[], None] = nothing) -> None:
-        """Have ``close`` called as soon as no stream waits, and ``then`` after it. Neither may wait for a peer."""
+        """Have ``close`` called as soon as no stream waits, and ``then`` after it, also if it failed.
+
+        Neither may wait for a peer.
+        """
         self._jobs.put((close, then))
 
     def drain(self) -> None:
@@ -69,20 +76,25 @@ class Closer:
         self._bind_thread()
         while (job := self._jobs.get()) is not None:
             self._busy = True
+            close, then = job
             try:
-                for step in (lambda: self._close_when_quiet(job[0]), job[1]):
-                    try:
-                        step()
-                    except Exception:
-                        logger.exception("device memory could not be given back")
-            finally:
-                self._busy = False
+                self._close_when_quiet(close)
+            except Exception:
+                logger.exception("device memory could not be given back")
+            try:
+                then()
+            except Exception:
+                logger.exception("what follows a close failed")
+            self._busy = False
 
     def _close_when_quiet(self, close: Callable[[], None]) -> None:
         while True:
             with self._lock:
-                self._unmet = [unmet for unmet in self._unmet if not unmet()]
+                self._forget_met()
                 if not self._unmet:
                     close()
                     return
             time.sleep(_POLL_S)
+
+    def _forget_met(self) -> None:
+        self._unmet = [met for met in self._unmet if not met()]

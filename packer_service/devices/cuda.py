@@ -1,4 +1,4 @@
-"""CUDA through the driver API: no torch, no runtime library; about 130 MB resident, most of it the driver's own.
+"""CUDA through the driver API: no torch, no runtime library; about 120 MB resident, most of it the driver's own.
 
 Note [Waiting without burning a core or a connection]
 The context is made with blocking synchronization: a thread that waits for a copy sleeps in the kernel. A stream that waits
@@ -234,7 +234,8 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         if driver is None:
             raise DeviceError("cuda-bindings is not installed: pip install 'packer-service[cuda]'")
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_WAITING_STREAMS + 1)  # before the driver is initialized
+        # Read by the driver when it is initialized; whatever was set, it has to be the number of our streams.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_WAITING_STREAMS + 1)
         try:
             call(driver.cuInit, 0)
             count = int(call(driver.cuDeviceGetCount))
@@ -250,7 +251,7 @@ class CudaDevice:
         self.bind_thread()
         self.uuid = device_uuid(self._device)
         self.name = call(driver.cuDeviceGetName, 96, self._device).split(b"\0")[0].decode()
-        self._lock = threading.Lock()  # guards the lists below
+        self._lock = threading.Lock()  # guards _starts, _sizes and _waiting_streams
         self._starts: list[int] = []  # of every registration, sorted
         self._sizes: dict[int, int] = {}
         self._closer = Closer(self.bind_thread)
@@ -313,7 +314,7 @@ class CudaDevice:
         return CudaStream(self, self._closer, self._shared_stream, may_wait=False)
 
     def take_back(self, stream: Any) -> None:
-        """A session that had a stream of its own is closed."""
+        """Of a session that is closed, and had ``stream`` to itself: the next one's."""
         with self._lock:
             self._waiting_streams.append(stream)
 

@@ -98,7 +98,7 @@ class HostDevice:
     name = "host memory"
 
     def __init__(self) -> None:
-        # Nothing here would hold up others; but so the same packer runs as on a GPU.
+        # To close holds up nobody here. It comes later all the same, so that the packer is what it is on a GPU.
         self._closer = Closer(self.bind_thread)
 
     def bind_thread(self) -> None:
