@@ -103,7 +103,7 @@ class Side:
 def open_sides(pipeline: str = PIPELINE, only: str = "", **config: Any) -> Iterator[list[Side]]:
     """The engines this machine can run, all up: the packer's, and vllm-omni's own ``mp`` with a GPU or in step mode.
 
-    ``only`` names the one that is wanted. ``config`` goes into OmniDiffusionConfig.
+    ``only``: that one of the two, ``packer`` or ``mp``. ``config`` goes into OmniDiffusionConfig.
     """
     import torch
 
@@ -200,7 +200,10 @@ class BareCopy:
 
 
 def arguments(description: str | None, seconds: float | None, *outputs: str) -> argparse.ArgumentParser:
-    """The options every benchmark has: ``outputs`` are those that name a file."""
+    """The options every benchmark has: ``outputs`` are those that name a file.
+
+    ``seconds`` is the default of --seconds; None for a benchmark that goes by samples alone and has no such option.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in outputs:
         parser.add_argument(option, metavar="FILE", help="write the results there, as one JSON object")

@@ -498,7 +498,7 @@ def _plot_overlap(pyplot: Any, rows: list[Row]) -> Any:
 
 def _plot_steps(pyplot: Any, rows: list[Row]) -> Any:
     sizes = list(dict.fromkeys(row["nbytes"] for row in rows))
-    nbytes = sizes[min(1, len(sizes) - 1)]
+    nbytes = sizes[:2][-1]  # an image: the second of those that steps.ON_GPU has
     shown = [row for row in rows if row["nbytes"] == nbytes]
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(shown) + 1.5))
     colours = {"worker": "#2ca02c", "packer": "#1f77b4", "engine": "#ff7f0e"}

@@ -37,7 +37,7 @@ def main() -> None:
     handoffs = machine.Recorder(file("handoff"), "handoff", **handoff.facts())
     forwards = machine.Recorder(file("interference"), "interference", **interference.facts())
     gaps = machine.Recorder(file("overlap"), "overlap", **overlap.facts())
-    single_steps = machine.Recorder(file("steps"), "steps", **steps.facts())
+    step_times = machine.Recorder(file("steps"), "steps", **steps.facts())
     footprints = machine.Recorder(file("footprint"), "footprint", **footprint.facts(quick))
 
     def run_footprint() -> None:
@@ -50,10 +50,8 @@ def main() -> None:
             gaps.add(*rows)
 
     def run_steps() -> None:
-        for rows in steps.measure(
-            steps.QUICK if quick else steps.ON_GPU, steps.QUICK_SAMPLES if quick else steps.SAMPLES
-        ):
-            single_steps.add(*rows)
+        for rows in steps.measure(steps.QUICK if quick else steps.ON_GPU):
+            step_times.add(*rows)
 
     def run_handoff(sides: list[Side]) -> None:
         for measured in handoff.measure(sides, handoff.QUICK if quick else handoff.ON_GPU, options.seconds):
@@ -69,7 +67,7 @@ def main() -> None:
     with open_sides() as sides:
         failed += _failed(lambda: run_handoff(sides)) + _failed(lambda: run_interference(sides))
     failed += _failed(run_overlap) + _failed(run_steps)
-    for recorder in (handoffs, costs, forwards, gaps, single_steps, footprints):
+    for recorder in (handoffs, costs, forwards, gaps, step_times, footprints):
         print(table(recorder.benchmark, recorder.rows), file=stdout, flush=True)
     say(f"results are in {out}; {failed} benchmarks failed")
     raise SystemExit(1 if failed else 0)

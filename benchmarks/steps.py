@@ -14,25 +14,31 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import machine, stopwatch
 from benchmarks.harness import MIB, ROOT, Side, arguments, is_quick, open_sides, say, set_up, settings_in_force, table
-from benchmarks.stopwatch import Call, Stopwatch
+from benchmarks.stopwatch import ENTERED, Call, Stopwatch
 from worker_shim.demo.figures import percentile
 
 PIPELINE = "benchmarks.steps_pipeline.SteppedPipeline"
-ENTERED = "_return_result"
-ON_GPU = (3 * MIB, 12 * MIB, 256 * MIB)
-QUICK = (3 * MIB,)
-SAMPLES = 100
-QUICK_SAMPLES = 25
 _WARM_UP = 8
 _APART_S = 0.002
-_QUIET_S = 2.0
+_WRITTEN_S = 2.0  # after the last output: by then worker and packer have written their calls (see stopwatch)
 
 
-def measure(sizes: tuple[int, ...], samples: int) -> Iterator[list[dict[str, Any]]]:
+class Plan(NamedTuple):
+    """Which outputs are handed over (bytes), and how many of each."""
+
+    sizes: tuple[int, ...]
+    samples: int
+
+
+ON_GPU = Plan((3 * MIB, 12 * MIB, 256 * MIB), 100)
+QUICK = Plan((3 * MIB,), 25)
+
+
+def measure(plan: Plan) -> Iterator[list[dict[str, Any]]]:
     """The rows of each size, once all are measured."""
     with tempfile.TemporaryDirectory(prefix="benchmark-steps-") as directory:
         os.environ[stopwatch.DIRECTORY] = directory
@@ -42,13 +48,13 @@ def measure(sizes: tuple[int, ...], samples: int) -> Iterator[list[dict[str, Any
             engine = Stopwatch("engine")
             with open_sides(PIPELINE, only="packer") as (side,):
                 _time_engine(engine)
-                spans = [_run(side, nbytes, samples) for nbytes in sizes]
-                time.sleep(_QUIET_S)
+                spans = [_run(side, nbytes, plan.samples) for nbytes in plan.sizes]
+                time.sleep(_WRITTEN_S)
                 calls = {"worker": stopwatch.read("worker"), "packer": stopwatch.read("packer"), "engine": engine.calls}
         finally:
             os.environ["PYTHONPATH"] = path
             del os.environ[stopwatch.DIRECTORY]
-    for nbytes, (begin, end) in zip(sizes, spans, strict=True):
+    for nbytes, (begin, end) in zip(plan.sizes, spans, strict=True):
         yield rows(nbytes, {process: _between(those, begin, end) for process, those in calls.items()})
 
 
@@ -62,7 +68,7 @@ def _time_engine(engine: Stopwatch) -> None:
 
 
 def _run(side: Side, nbytes: int, samples: int) -> tuple[float, float]:
-    """Hand over ``samples`` outputs, one at a time; between which times."""
+    """Hand over ``samples`` outputs, one at a time. Returns when the first began and the last had ended."""
     request = {"seed": 7, "shape": [nbytes // 4], "dtype": "float32"}
     for _ in range(_WARM_UP):
         side.one(**request)
@@ -121,9 +127,8 @@ def facts() -> dict[str, Any]:
 def main() -> None:
     options = arguments(__doc__, None, "--json").parse_args()
     stdout = set_up()
-    quick = is_quick(options)
     recorder = machine.Recorder(options.json, "steps", **facts())
-    for found in measure(QUICK if quick else ON_GPU, QUICK_SAMPLES if quick else SAMPLES):
+    for found in measure(QUICK if is_quick(options) else ON_GPU):
         recorder.add(*found)
     print(table("steps", recorder.rows), file=stdout, flush=True)
 

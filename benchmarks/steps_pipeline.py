@@ -7,12 +7,10 @@ from typing import Any
 from vllm_omni.diffusion.worker import diffusion_worker
 
 from benchmarks.pipelines import BenchmarkPipeline
-from benchmarks.stopwatch import Stopwatch
+from benchmarks.stopwatch import ENTERED, Stopwatch
 from worker_shim import skeleton, uplink
 from worker_shim.arena import Arena
 from worker_shim.export import Exporter
-
-ENTERED = "_return_result"
 
 
 class SteppedPipeline(BenchmarkPipeline):

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = "BENCHMARK_STEPS"
-"""The environment variable that names where the files go."""
+"""The environment variable that names where the files go. inject/sitecustomize.py asks for it too."""
+
+ENTERED = "_return_result"
+"""The worker's step with which each output begins."""
 
 _QUIET_S = 0.3
 
@@ -54,5 +57,5 @@ class Stopwatch:
 
 
 def read(process: str) -> list[Call]:
-    """What that process has written. It was quiet for two seconds before."""
+    """What that process has written: its calls up to when it was last quiet for ``_QUIET_S``."""
     return [tuple(call) for call in json.loads((Path(os.environ[DIRECTORY]) / f"{process}.json").read_text())]

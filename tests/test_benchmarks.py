@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import footprint, handoff, harness, machine, overlap, report, steps
+from benchmarks import footprint, handoff, harness, machine, overlap, report, steps, stopwatch
 from worker_shim.demo.figures import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,14 +264,14 @@ def test_a_steps_row_is_a_median_over_outputs_and_what_happens_now_and_then_is_n
     calls = {"worker": [], "packer": [("early", -1.0, -0.9)], "engine": []}
     for number in range(10):
         entered = 10.0 * number
-        calls["worker"] += [(steps.ENTERED, entered, entered + 3), ("send", entered + 1, entered + 2)]
+        calls["worker"] += [(stopwatch.ENTERED, entered, entered + 3), ("send", entered + 1, entered + 2)]
         calls["worker"].append(("send", entered + 4, entered + 4.5 + 0.1 * number))
         calls["engine"].append(("take", entered + 6, entered + 7))
         if number == 3:
             calls["packer"].append(("grow", entered + 2, entered + 9))
     found = [(row["process"], row["step"], row["begin_us"] / 1e6, row["p50_us"] / 1e6) for row in steps.rows(1, calls)]
     assert found == [
-        ("worker", steps.ENTERED, 0.0, 3.0),
+        ("worker", stopwatch.ENTERED, 0.0, 3.0),
         ("worker", "send", 1.0, 1.0),
         ("worker", "send", 4.0, pytest.approx(0.9, abs=0.11)),
         ("engine", "take", 6.0, 1.0),
