@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -59,6 +59,15 @@ WARM_UP = 0.1  # of the rests
 MORE_BYTES = 16 * MIB  # of a process, from the first quarter of the rests after the warm-up to the last one
 
 Sample = dict[str, Any]
+
+
+class Request(NamedTuple):
+    """What one output is to be; see tests/soak_pipeline.py."""
+
+    kind: str
+    seed: int
+    nbytes: int
+    is_large: bool
 
 
 # -- what is looked at -------------------------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ class _Hopeless(Exception):
 
 
 class _Soak:
-    """One engine, its load and its samples; all on the caller's thread. Requests are (kind, seed, nbytes, large)."""
+    """One engine, its load and its samples; all on the caller's thread."""
 
     def __init__(self, running: Any, rng: random.Random, sample_s: float) -> None:
         import engine_checks
@@ -163,7 +172,7 @@ class _Soak:
         }
         self._begin = time.monotonic()
         self._next_sample = self._begin
-        self._done: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Request, Any]] = queue.SimpleQueue()
         self._kept: tuple[list[Any], list[Any]] = ([], [])  # small and large
         self._content.bits()
 
@@ -202,11 +211,11 @@ class _Soak:
             except queue.Empty:
                 raise _Hopeless(f"no answer for {ANSWER_S:g} s, with {in_flight} outputs in flight") from None
             in_flight -= 1
-            large_in_flight -= request[3]
+            large_in_flight -= request.is_large
             self._take(request, future.result())
             del future
             if time.monotonic() > self._next_sample:
-                self._sample(False)
+                self._sample(at_rest=False)
                 self._next_sample = time.monotonic() + self._sample_s
 
     def rest(self) -> None:
@@ -218,43 +227,43 @@ class _Soak:
             self._checks.nothing_kept(self._running)
         except AssertionError as error:
             self.problems.append(f"after {self.sent} outputs: {error}")
-        self._sample(True)
+        self._sample(at_rest=True)
 
     def _send(self, is_large: bool, warm_up: bool) -> None:
         least, most = LARGE_BYTES if is_large else SMALL_BYTES
         step = self._content.STEP_BYTES
         share = 1.0 if is_large and warm_up else self._rng.random()
         nbytes = int(least * (most / least) ** share) // step * step
-        request = (self._rng.choice(self._content.KINDS), self._rng.randrange(1 << 30), nbytes, is_large)
-        made = self._running.request(seed=request[1], num_inference_steps=1, kind=request[0], nbytes=nbytes)
+        request = Request(self._rng.choice(self._content.KINDS), self._rng.randrange(1 << 30), nbytes, is_large)
+        made = self._running.request(seed=request.seed, num_inference_steps=1, kind=request.kind, nbytes=nbytes)
         future = self._running.submit(made)
         self.sent += 1
         future.add_done_callback(lambda future: self._done.put((request, future)))
 
-    def _take(self, request: Any, result: Any) -> None:
+    def _take(self, request: Request, result: Any) -> None:
         if result.error is not None:
             self.problems.append(f"a request failed: {result.error!r}"[:500])
         elif self._compare(request, result.output):
-            if request[0] == "float32" and self.right % 16 == 0 and not self._checks.in_packer_memory(result.output):
+            checked = request.kind == "float32" and self.right % 16 == 0
+            if checked and not self._checks.in_packer_memory(result.output):
                 self.problems.append(f"{request}: did not come through the packer")
             self.right += 1
-            kept = self._kept[request[3]]
+            kept = self._kept[request.is_large]
             if self._rng.random() < 0.2:
                 kept.append((request, result.output))
-            if len(kept) > KEPT[request[3]]:
+            if len(kept) > KEPT[request.is_large]:
                 self._compare(*kept.pop(self._rng.randrange(len(kept))))
         if len(self.problems) > MOST_PROBLEMS:
             raise _Hopeless("there are too many problems to go on")
 
-    def _compare(self, request: Any, output: Any) -> bool:
+    def _compare(self, request: Request, output: Any) -> bool:
         """Whether an output is what was asked for, when it comes and again when it was kept."""
-        kind, seed, nbytes, _ = request
-        if self._content.is_right(kind, seed, nbytes, output):
+        if self._content.is_right(request.kind, request.seed, request.nbytes, output):
             return True
         self.problems.append(f"{request}: the wrong bits")
         return False
 
-    def _sample(self, at_rest: bool) -> None:
+    def _sample(self, *, at_rest: bool) -> None:
         leases = self._checks.leases(self._running)
         self.samples.append(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 
 import pytest
 from packer_process import DEADLINE_S
@@ -41,7 +42,7 @@ def test_messages_shortly_after_one_another_are_read_without_a_notification(queu
     thread.join(DEADLINE_S)
 
 
-def test_a_reader_that_waits_right_after_a_message_burns_nothing(queues):
+def test_a_reader_that_waits_right_after_a_message_leaves_its_core_to_others(queues):
     writer, reader = queues
     writer.enqueue("message")
     assert reader.dequeue(timeout=DEADLINE_S) == "message"
@@ -62,6 +63,11 @@ def test_a_reader_that_has_waited_long_is_woken(queues):
     timer.join()
 
 
-def test_what_is_no_reader_of_shared_memory_stays_as_it_is():
+@pytest.mark.parametrize("condition", [None, object(), threading.Condition()], ids=["none", "unknown", "other"])
+def test_a_queue_that_is_not_read_from_shared_memory_stays_as_it_is(condition):
+    queue = types.SimpleNamespace(_spin_condition=condition)
+    kind = type(condition)
+    read_patiently(queue)
+    assert queue._spin_condition is condition
+    assert type(condition) is kind
     read_patiently(None)
-    read_patiently(object())

@@ -3,8 +3,8 @@
 Note [A result pump that does not spin]
 For a second after each message vLLM's reader looks at the shared memory again and again, with a ``sched_yield`` between two
 looks. The pump of a worker's queue thereby polls all the time that an engine works, and every other thread, the pump of the
-packer first, has to win the GIL back from it after each call that let go (see Note [Waiting for the GIL]). Here it sleeps
-between two looks instead, for about 0.1 ms, so that the GIL is free nearly always.
+packer first, has to win the GIL back from it after each call that let go (see Note [Waiting for the GIL] in
+worker_shim.skeleton). Here it sleeps between two looks instead, for about 0.1 ms, so that the GIL is free nearly always.
 
 Not looking at all, and waiting for the writer's notification, would lose messages until the next timeout: its socket has room
 for one (SNDHWM 1), the writer learns only now and then that the reader took the last one, and drops what finds no room. A
@@ -32,7 +32,7 @@ class PatientCondition(SpinCondition):
 
 
 def read_patiently(result_mq: Any) -> None:
-    """Have the reader ``result_mq`` wait like that from now on. One that is not read from shared memory stays as it is."""
+    """Have the reader of ``result_mq`` wait patiently from now on. One that is not in shared memory stays as it is."""
     condition = getattr(result_mq, "_spin_condition", None)
     if type(condition) is SpinCondition:
         condition.__class__ = PatientCondition  # not a method of the instance: that would be a reference cycle

@@ -157,10 +157,10 @@ class Receiver:
                 for (offset, _), array in zip(uses, self.leases.grant(unused.pop(number), uses), strict=True):
                     arrays[number, offset] = array
 
-            def staged(spec: ArraySpec) -> torch.Tensor:
+            def find_staged(spec: ArraySpec) -> torch.Tensor:
                 return skeleton.tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
 
-            return skeleton.load(specs, pickled, staged, host)
+            return skeleton.load(specs, pickled, find_staged, host)
         finally:
             for lease in unused.values():
                 self.leases.give_back(lease)

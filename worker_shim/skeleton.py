@@ -6,11 +6,12 @@ arrays, or right here when it is tiny. It is pickled in the worker and unpickled
 MAC of that engine's own worker: whoever carries it in between cannot make one.
 
 Note [Waiting for the GIL]
-vLLM's queues poll for a second after each message, on a thread of the same process. Whoever lets go of the GIL beside such a
-thread has to win it back, which costs a wake-up: up to 0.1 ms on a virtual machine. Nearly every method of a tensor lets go
-of it (``view`` twice, ``detach``, ``is_conj``), and so does the death of a tensor. ``torch.from_numpy``, ``torch.frombuffer``
-and all of numpy's own views do not, nor does HMAC over less than 2 KiB, unless it is ``hmac.digest``. So tensors over host
-memory are given dtype and shape by numpy before torch sees them, where numpy knows the dtype.
+A reader of vLLM's queues polls for a second after each message, on a thread of the same process (in the engine ours sleeps
+between two looks: worker_shim.patient_queue). Whoever lets go of the GIL beside a busy thread has to win it back, which
+costs a wake-up: up to 0.1 ms on a virtual machine. Nearly every method of a tensor lets go of it (``view`` twice,
+``detach``, ``is_conj``), and so does the death of a tensor. ``torch.from_numpy``, ``torch.frombuffer`` and all of numpy's
+own views do not, nor does HMAC over less than 2 KiB, unless it is ``hmac.digest``. So tensors over host memory are given
+dtype and shape by numpy before torch sees them, where numpy knows the dtype.
 """
 
 from __future__ import annotations
@@ -246,12 +247,14 @@ def array_specs(payload: bytes | memoryview) -> tuple[tuple[ArraySpec, ...], byt
     return decoded.arrays, decoded.pickled
 
 
-def load(specs: tuple[ArraySpec, ...], pickled: bytes, staged: Callable[[ArraySpec], torch.Tensor], host: Any) -> Any:
-    """Put the output together. ``staged`` gives the tensor of a staged array; ``host`` is the host buffer."""
+def load(
+    specs: tuple[ArraySpec, ...], pickled: bytes, find_staged: Callable[[ArraySpec], torch.Tensor], host: Any
+) -> Any:
+    """Put the output together. ``find_staged`` gives the tensor of a staged array; ``host`` is the host buffer."""
 
     def build(spec: ArraySpec) -> Any:
         if spec.piece >= 0:
-            return staged(spec)
+            return find_staged(spec)
         flat = (
             np.frombuffer(host, np.uint8, spec.nbytes, spec.offset)
             if spec.offset >= 0
@@ -278,7 +281,7 @@ def tensor_over(flat: np.ndarray, spec: ArraySpec) -> torch.Tensor:
 
 
 def tensor_from_bytes(flat: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """The same over a flat uint8 tensor, on any device."""
+    """The same as ``tensor_over``, over a flat uint8 tensor on any device."""
     dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
