@@ -18,7 +18,7 @@ from worker_shim.result_queue import PackerResultQueue
 
 logger = get_logger(__name__)
 
-_PAUSES_S = (0.0, 0.05)
+_FIRST_PAUSES_S = (0.0, 0.05)
 
 
 class PackerKeeper:
@@ -65,7 +65,7 @@ class PackerKeeper:
     def _bring_back(self, reason: str) -> None:
         """Until a connection is made, or this side closes."""
         logger.warning("the packer at %s is gone: %s", self.socket, reason)
-        retries = Retries(self._budget, self._settings, self._closing, _PAUSES_S, self._give_up)
+        retries = Retries(self._budget, self._settings, self._closing, _FIRST_PAUSES_S, self._give_up)
         while retries.wait(reason):
             try:
                 if self._restart is not None:

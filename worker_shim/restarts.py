@@ -34,7 +34,7 @@ class RestartBudget:
 class Retries:
     """One packer that was lost, for one thread: ``while retries.wait(why it is not there yet): try it``.
 
-    After each of ``pauses_s``, then after doubling ones, until ``restart_wait_s`` is over or the budget is spent. Then
+    After each of ``first_pauses_s``, then after doubling ones, until ``restart_wait_s`` is over or the budget is spent. Then
     ``give_up`` is called, once, and it is tried every ``retry_s``.
     """
 
@@ -43,7 +43,7 @@ class Retries:
         budget: RestartBudget,
         settings: Settings,
         closing: threading.Event,
-        pauses_s: tuple[float, ...],
+        first_pauses_s: tuple[float, ...],
         give_up: Callable[[str], None],
     ) -> None:
         self.left_s = settings.restart_wait_s
@@ -51,7 +51,7 @@ class Retries:
         self._budget = budget
         self._retry_s = settings.retry_s
         self._closing = closing
-        self._pauses_s = _doubling(pauses_s)
+        self._pauses_s = _doubling(first_pauses_s)
         self._give_up = give_up
         self._limit = time.monotonic() + settings.restart_wait_s
         self._patient = budget.spend()

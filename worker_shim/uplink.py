@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Packet = tuple[Message, int | None]
 _LOOK_S = 0.5
 _ROOM_POLL_S = 0.005
-_PAUSES_S = (0.02,)
+_FIRST_PAUSES_S = (0.02,)
 
 
 class Client(Protocol):
@@ -189,7 +189,7 @@ class Uplink:
 
     def _reconnect(self, reason: str) -> Channel | None:
         """The next connection, however long it takes; None where this side is closing."""
-        retries = Retries(self._budget, self._settings, self._closing, _PAUSES_S, self._give_up)
+        retries = Retries(self._budget, self._settings, self._closing, _FIRST_PAUSES_S, self._give_up)
         reason = f"the packer is gone ({reason})"
         if not self._closing.is_set():
             logger.warning("%s; outputs wait for it to come back", reason)

@@ -99,7 +99,7 @@ class Device(Protocol):
         ...
 
     def drain(self) -> None:
-        """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
+        """Wait until what was closed so far really is: not before the forwards are over that streams wait for now.
 
         See Note [What a close waits for] in packer_service.devices.closer.
         """

@@ -217,7 +217,7 @@ class CudaStream:
             self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
-        self._closer.close_later(self._close)
+        self._closer.close_later(self._close)  # until then the closer asks the events of its waits
 
     def _close(self) -> None:
         for event in (*self._imported.values(), *self._idle):
