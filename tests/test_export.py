@@ -111,8 +111,9 @@ def test_a_tensor_of_any_dtype_and_layout_arrives_with_its_values(worker, engine
 )
 def test_a_tensor_that_is_more_than_its_bytes_arrives_as_plain_values(worker, engine, tensor):
     expected = tensor.detach() + 0
-    worker.send(tensor, f"output-{id(tensor)}")
-    got = engine.output(f"output-{id(tensor)}")
+    output_id = f"output-{id(tensor)}"
+    worker.send(tensor, output_id)
+    got = engine.output(output_id)
     assert_same_tensor(got, expected)
     assert not got.requires_grad
 

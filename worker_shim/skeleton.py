@@ -183,8 +183,7 @@ class _Arrays:
         return _array, (len(self.specs) - 1,)
 
     def _tensor(self, tensor: torch.Tensor) -> ArraySpec:
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        nbytes = tensor.numel() * tensor.element_size()
+        dtype, shape, nbytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
         place = self._staged.get(id(tensor))
         if place is not None:
             return ArraySpec("torch", dtype, shape, nbytes, place.piece, place.offset)
@@ -202,7 +201,7 @@ class _Arrays:
 
 def tensors_nbytes(output: object) -> int:
     """The bytes of the tensors in ``output``, wherever they are."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in find_tensors(output, lambda tensor: True))
+    return sum(tensor.nbytes for tensor in find_tensors(output, lambda tensor: True))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
