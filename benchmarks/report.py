@@ -246,7 +246,7 @@ def _machine(machine: str, results: dict[str, Result]) -> str:
     lines = [
         f"## {machine}",
         "",
-        f"{'; '.join(gpus) if gpus else 'No GPU: the host device. It shows that the path works, not how fast it is.'}",
+        f"{'; '.join(map(_gpu, gpus)) if gpus else 'No GPU: the host device. It shows that the path works, not how fast it is.'}",
         "",
         f"{header['cpu']}, {header['cores']} cores, {header['memory_gib']:g} GiB, Linux {header['kernel']};"
         f" Python {versions['python']}, torch {versions['torch']}, vllm-omni {versions['vllm-omni']}.",
@@ -264,6 +264,12 @@ def _machine(machine: str, results: dict[str, Result]) -> str:
     for benchmark in order:
         lines += _section(machine, benchmark, results[benchmark])
     return "\n".join(lines)
+
+
+def _gpu(line: str) -> str:
+    """A GPU as benchmarks.machine has it from nvidia-smi: name, driver, PCIe generation and width."""
+    name, driver, generation, width = line.split(", ")
+    return f"{name}, driver {driver}, PCIe {generation} x{width}"
 
 
 def _section(machine: str, benchmark: str, result: Result) -> list[str]:

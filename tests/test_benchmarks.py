@@ -214,7 +214,7 @@ ROWS = {
 
 @pytest.fixture
 def results(tmp_path):
-    gpu = {"cpu": "a CPU", "cores": 16, "memory_gib": 126.0, "kernel": "6.18", "gpus": ["NVIDIA H200, 580"]}
+    gpu = {"cpu": "a CPU", "cores": 16, "memory_gib": 126.0, "kernel": "6.18", "gpus": ["NVIDIA H200, 580, 5, 16"]}
     versions = {"python": "3.12.3", "torch": "2.11.0", "vllm-omni": "0.30.0"}
     for benchmark, rows in ROWS.items():
         common = {"benchmark": benchmark, "versions": versions, "command": "python -m benchmarks.run", "date": "then"}
