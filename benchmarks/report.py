@@ -246,7 +246,7 @@ def _machine(machine: str, results: dict[str, Result]) -> str:
     lines = [
         f"## {machine}",
         "",
-        f"{'; '.join(map(_gpu, gpus)) if gpus else 'No GPU: the host device. It shows that the path works, not how fast it is.'}",
+        "; ".join(map(_gpu, gpus)) or "No GPU: the host device. It shows that the path works, not how fast it is.",
         "",
         f"{header['cpu']}, {header['cores']} cores, {header['memory_gib']:g} GiB, Linux {header['kernel']};"
         f" Python {versions['python']}, torch {versions['torch']}, vllm-omni {versions['vllm-omni']}.",
