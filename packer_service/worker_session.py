@@ -90,7 +90,7 @@ class WorkerSession:
     """One worker: its arena chunks and its timeline imported here, one stream, its outputs in flight.
 
     Two threads: the reader (in ``serve``) takes messages and submits copies; the finisher waits for copies, publishes and
-    acknowledges. ``_lock`` guards ``_transfers`` and every Transfer in it.
+    acknowledges. ``_lock`` guards ``_transfers``, every Transfer in it, and ``_closing``.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class WorkerSession:
         self._wait_s = settings.wait_s
         self._stream: Stream = device.open_stream()
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
+        self._closing: set[int] = set()  # imports that the device has yet to close, or the worker to be told of
         self._timeline: Timeline | None = None
         self._generation = 0
         self._leave = leave  # the packer stops: wait for no forward any more
@@ -123,7 +124,7 @@ class WorkerSession:
         self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
-        self._finishing: queue.SimpleQueue[Transfer | Ack | Nack | Unmapped | None] = queue.SimpleQueue()
+        self._finishing: queue.SimpleQueue[Transfer | Callable[[], None] | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -183,7 +184,9 @@ class WorkerSession:
             case protocol.UnmapArena():
                 with self._lock:
                     self._check_unused({message.arena})
-                self._unmap_arenas([message.arena], Unmapped(message.arena))
+                    closing = message.arena in self._closing
+                if not closing:  # else the worker asks again, and is answered when it is closed
+                    self._unmap_arenas([message.arena], Unmapped(message.arena))
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
@@ -217,9 +220,11 @@ class WorkerSession:
         return True
 
     def _check_new(self, message: MapArena) -> None:
-        if message.arena in self._arenas:
+        with self._lock:
+            mapped = self._arenas.keys() | self._closing
+        if message.arena in mapped:
             raise ProtocolError(f"arena chunk {message.arena} is mapped already")
-        if len(self._arenas) >= MAX_ARENAS:
+        if len(mapped) >= MAX_ARENAS:
             raise ProtocolError(f"{MAX_ARENAS} arena chunks are mapped already")
 
     def _map_arena(self, message: MapArena, fds: list[int]) -> None:
@@ -232,14 +237,26 @@ class WorkerSession:
 
     def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
         """Close these imports, and have ``answer`` sent once they are closed."""
-        found = [self._arenas.pop(number, "") for number in numbers]
-        arenas = [arena for arena in found if not isinstance(arena, str)]
-        for arena in arenas[:-1]:
-            arena.close()
-        if arenas:
-            arenas[-1].close(functools.partial(self._finishing.put, answer))
-        else:
+        arenas: dict[int, Arena] = {}
+        with self._lock:
+            for number in numbers:
+                arena = self._arenas.pop(number, "")
+                if not isinstance(arena, str):
+                    arenas[number] = arena
+            self._closing |= arenas.keys()
+        if not arenas:
             self._answer(answer)
+            return
+        *others, last = arenas.values()
+        for arena in others:
+            arena.close()
+        last.close(functools.partial(self._finishing.put, functools.partial(self._closed, arenas.keys(), answer)))
+
+    def _closed(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
+        """On the finisher: these imports are closed, and their numbers free for the worker to use again."""
+        with self._lock:
+            self._closing.difference_update(numbers)
+        self._answer(answer)
 
     def _check_unused(self, arenas: set[int]) -> None:
         """No chunk may be unmapped under a copy: that would take the whole packer down. ``_lock`` is held."""
@@ -382,12 +399,14 @@ class WorkerSession:
                 if isinstance(job, Transfer):
                     self._finish(job)
                 else:
-                    self._answer(job)
+                    job()
             except PeerClosed:
                 pass  # the reader sees it too, and ends the session
             except Exception as error:
                 if not isinstance(job, Transfer):
-                    raise
+                    logger.exception("worker %s cannot be answered and is disconnected", self.name)
+                    self.disconnect()  # it exports elsewhere what it was told nothing of
+                    continue
                 logger.exception("output %s failed in the packer", job.output)
                 self._check_device()
                 with self._lock:
