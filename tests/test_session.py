@@ -259,6 +259,19 @@ def test_a_number_is_not_free_before_its_chunk_is_closed(packer, pair):
         assert_refused(worker.channel, "arena chunk 0 is mapped already")
 
 
+def test_a_worker_that_took_back_what_its_device_had_reached_holds_up_nothing_once_it_is_gone(packer, pair):
+    engine, worker = pair
+    with contextlib.closing(Worker(packer, engine.session)) as liar:
+        value = liar.export("output", liar.write(b"x"), complete=False)
+        liar.skeleton("output")
+        wait_until(lambda: "forward" in state_of(engine, "output"), "the packer waits for the forward")
+        liar.reach(value)
+        assert engine.next().output == "output"
+        liar.reach(0)
+    worker.channel.send(UnmapArena(0))
+    assert worker.answer() == Unmapped(0)
+
+
 def test_while_memory_is_to_be_given_back_an_output_waits_for_its_own_forward_only(packer, pair):
     engine, worker = pair
     with stalled_beside(packer, engine):
