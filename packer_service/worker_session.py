@@ -113,7 +113,7 @@ class WorkerSession:
         self._wait_s = settings.wait_s
         self._stream: Stream = device.open_stream()
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
-        self._closing: set[int] = set()  # imports that the device has yet to close, or the worker to be told of
+        self._closing: set[int] = set()  # imports that are let go of, until the worker is told that they are closed
         self._timeline: Timeline | None = None
         self._generation = 0
         self._leave = leave  # the packer stops: wait for no forward any more
@@ -183,9 +183,11 @@ class WorkerSession:
                 self._map_arena(message, fds)
             case protocol.UnmapArena():
                 with self._lock:
-                    self._check_unused({message.arena})
-                    closing = message.arena in self._closing
-                if not closing:  # else the worker asks again, and is answered when it is closed
+                    again = message.arena in self._closing  # it is answered when that is closed
+                    if not again:
+                        self._check_unused({message.arena})
+                        self._closing.add(message.arena)
+                if not again:
                     self._unmap_arenas([message.arena], Unmapped(message.arena))
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
@@ -236,33 +238,29 @@ class WorkerSession:
             self._arenas[message.arena] = str(error)
 
     def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
-        """Close these imports, and have ``answer`` sent once they are closed."""
-        arenas: dict[int, Arena] = {}
-        with self._lock:
-            for number in numbers:
-                arena = self._arenas.pop(number, "")
-                if not isinstance(arena, str):
-                    arenas[number] = arena
-            self._closing |= arenas.keys()
-        if not arenas:
-            self._answer(answer)
-            return
-        *others, last = arenas.values()
-        for arena in others:
+        """Close these imports, which are in ``_closing``, and have ``answer`` sent once they are closed."""
+        found = [self._arenas.pop(number, "") for number in numbers]
+        arenas = [arena for arena in found if not isinstance(arena, str)]
+        for arena in arenas[:-1]:
             arena.close()
-        last.close(functools.partial(self._finishing.put, functools.partial(self._closed, arenas.keys(), answer)))
+        if arenas:
+            arenas[-1].close(functools.partial(self._finishing.put, functools.partial(self._closed, numbers, answer)))
+        else:
+            self._closed(numbers, answer)
 
     def _closed(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
-        """On the finisher: these imports are closed, and their numbers free for the worker to use again."""
+        """The numbers of these imports are free for the worker to use again."""
         with self._lock:
             self._closing.difference_update(numbers)
         self._answer(answer)
 
     def _check_unused(self, arenas: set[int]) -> None:
-        """No chunk may be unmapped under a copy: that would take the whole packer down. ``_lock`` is held."""
+        """No chunk may be unmapped under a copy: that would take the whole packer down. Nor twice. ``_lock`` is held."""
+        if closing := self._closing & arenas:
+            raise ProtocolError(f"arena chunk {closing.pop()} is being closed already")
         for transfer in self._transfers.values():
-            used = {piece.arena for piece in transfer.export.pieces} & arenas if not transfer.copied else set()
-            if used:
+            pieces = transfer.export.pieces if not transfer.copied else ()
+            if used := {*transfer.export.close, *(piece.arena for piece in pieces)} & arenas:
                 raise ProtocolError(f"arena chunk {used.pop()} is in use by output {transfer.output}")
 
     def _start(self, export: Export, second: Probe | None = None) -> None:
@@ -339,8 +337,8 @@ class WorkerSession:
     def _check(self, piece: Piece) -> None:
         """A piece must lie inside its chunk, as the device itself measured it."""
         arena = self._arenas.get(piece.arena)
-        if arena is None:
-            raise ProtocolError(f"arena chunk {piece.arena} was never mapped")
+        if arena is None or piece.arena in self._closing:
+            raise ProtocolError(f"arena chunk {piece.arena} was never mapped, or is let go of")
         if any(piece.arena in other.export.close for other in self._transfers.values()):
             raise ProtocolError(f"arena chunk {piece.arena} is in use by an output that will close it")
         if not isinstance(arena, str) and piece.offset + piece.nbytes > arena.nbytes:
@@ -440,6 +438,7 @@ class WorkerSession:
         """Copied, and both messages there: publish and acknowledge, or hand back. False where that has to wait and may not."""
         with self._lock:
             self._transfers.pop(transfer.output, None)
+            self._closing.update(transfer.export.close)
         if self._timeline is not None and self._timeline.page.generation != self._generation:
             self._drop(transfer)  # see packer_service.timeline: it may have been overwritten, and is exported again
         elif isinstance(transfer.second, Probe):

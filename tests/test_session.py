@@ -647,6 +647,24 @@ def test_an_output_from_a_chunk_that_another_output_will_close_is_refused(packer
         transfer(engine, successor)
 
 
+def test_an_output_from_a_chunk_that_a_settled_output_has_yet_to_close_is_refused(packer, pair):
+    engine, worker = pair
+    extra = SharedMemory.create("extra", MIB)
+    transfer(engine, worker)
+    worker.channel.send(MapArena(7, MIB), extra.fd)
+    worker.channel.send(Export("closes", 1, (Piece(7, 0, 10),), close=(7,)))
+    wait_until(lambda: state_of(engine, "closes").startswith("copied"), "the copy ends")
+    send_unread(worker)  # so that the other threads have something to wait for
+    worker.skeleton("closes")
+    worker.channel.send(Export("other", 1, (Piece(7, 0, MIB),)))
+    worker.skeleton("other")
+    while isinstance(answer := worker.answer(), Ack):
+        pass
+    assert isinstance(answer, Refused)
+    assert "arena chunk 7 was never mapped, or is let go of" in answer.reason
+    extra.close()
+
+
 # -- workers that hang up and live -------------------------------------------------------------------------------------
 
 
