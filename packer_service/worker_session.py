@@ -90,7 +90,7 @@ class WorkerSession:
     """One worker: its arena chunks and its timeline imported here, one stream, its outputs in flight.
 
     Two threads: the reader (in ``serve``) takes messages and submits copies; the finisher waits for copies, publishes and
-    acknowledges. ``_lock`` guards ``_transfers`` and every Transfer in it.
+    acknowledges. ``_lock`` guards ``_transfers``, every Transfer in it, and ``_closing``.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class WorkerSession:
         self._wait_s = settings.wait_s
         self._stream: Stream = device.open_stream()
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
+        self._closing: set[int] = set()  # imports that are let go of, until the worker is told that they are closed
         self._timeline: Timeline | None = None
         self._generation = 0
         self._leave = leave  # the packer stops: wait for no forward any more
@@ -123,7 +124,7 @@ class WorkerSession:
         self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
-        self._finishing: queue.SimpleQueue[Transfer | Ack | Nack | Unmapped | None] = queue.SimpleQueue()
+        self._finishing: queue.SimpleQueue[Transfer | Callable[[], None] | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -182,8 +183,12 @@ class WorkerSession:
                 self._map_arena(message, fds)
             case protocol.UnmapArena():
                 with self._lock:
-                    self._check_unused({message.arena})
-                self._unmap_arenas([message.arena], Unmapped(message.arena))
+                    again = message.arena in self._closing  # it is answered when that is closed
+                    if not again:
+                        self._check_unused({message.arena})
+                        self._closing.add(message.arena)
+                if not again:
+                    self._unmap_arenas([message.arena], Unmapped(message.arena))
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
@@ -217,9 +222,11 @@ class WorkerSession:
         return True
 
     def _check_new(self, message: MapArena) -> None:
-        if message.arena in self._arenas:
+        with self._lock:
+            mapped = self._arenas.keys() | self._closing
+        if message.arena in mapped:
             raise ProtocolError(f"arena chunk {message.arena} is mapped already")
-        if len(self._arenas) >= MAX_ARENAS:
+        if len(mapped) >= MAX_ARENAS:
             raise ProtocolError(f"{MAX_ARENAS} arena chunks are mapped already")
 
     def _map_arena(self, message: MapArena, fds: list[int]) -> None:
@@ -231,21 +238,29 @@ class WorkerSession:
             self._arenas[message.arena] = str(error)
 
     def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
-        """Close these imports, and have ``answer`` sent once they are closed: by the finisher, for sending may wait."""
+        """Close these imports, which are in ``_closing``; then the finisher sends ``answer``, for sending may wait."""
         found = [self._arenas.pop(number, "") for number in numbers]
         arenas = [arena for arena in found if not isinstance(arena, str)]
         for arena in arenas[:-1]:
             arena.close()
         if arenas:  # closed in order: after the last one, all are
-            arenas[-1].close(functools.partial(self._finishing.put, answer))
+            arenas[-1].close(functools.partial(self._finishing.put, functools.partial(self._closed, numbers, answer)))
         else:
-            self._answer(answer)
+            self._closed(numbers, answer)
+
+    def _closed(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
+        """The numbers of these imports are free for the worker to use again."""
+        with self._lock:
+            self._closing.difference_update(numbers)
+        self._answer(answer)
 
     def _check_unused(self, arenas: set[int]) -> None:
-        """No chunk may be unmapped under a copy: that would take the whole packer down. ``_lock`` is held."""
+        """No chunk may be unmapped under a copy: that would take the whole packer down. Nor twice. ``_lock`` is held."""
+        if closing := self._closing & arenas:
+            raise ProtocolError(f"arena chunk {closing.pop()} is being closed already")
         for transfer in self._transfers.values():
-            used = {piece.arena for piece in transfer.export.pieces} & arenas if not transfer.copied else set()
-            if used:
+            pieces = transfer.export.pieces if not transfer.copied else ()
+            if used := {*transfer.export.close, *(piece.arena for piece in pieces)} & arenas:
                 raise ProtocolError(f"arena chunk {used.pop()} is in use by output {transfer.output}")
 
     def _start(self, export: Export, second: Probe | None = None) -> None:
@@ -322,8 +337,8 @@ class WorkerSession:
     def _check(self, piece: Piece) -> None:
         """A piece must lie inside its chunk, as the device itself measured it."""
         arena = self._arenas.get(piece.arena)
-        if arena is None:
-            raise ProtocolError(f"arena chunk {piece.arena} was never mapped")
+        if arena is None or piece.arena in self._closing:
+            raise ProtocolError(f"arena chunk {piece.arena} was never mapped, or is let go of")
         if any(piece.arena in other.export.close for other in self._transfers.values()):
             raise ProtocolError(f"arena chunk {piece.arena} is in use by an output that will close it")
         if not isinstance(arena, str) and piece.offset + piece.nbytes > arena.nbytes:
@@ -382,9 +397,12 @@ class WorkerSession:
                 if isinstance(job, Transfer):
                     self._finish_or_abandon(job)
                 else:
-                    self._answer(job)
+                    job()
             except PeerClosed:
                 pass  # the reader sees it too, and ends the session
+            except Exception:
+                logger.exception("worker %s cannot be answered and is disconnected", self.name)
+                self.disconnect()  # it exports elsewhere what it was told nothing of
 
     def _finish_or_abandon(self, transfer: Transfer) -> None:
         try:
@@ -425,6 +443,7 @@ class WorkerSession:
         """Copied, and both messages there: publish and acknowledge, or hand back. False where that has to wait and may not."""
         with self._lock:
             self._transfers.pop(transfer.output, None)
+            self._closing.update(transfer.export.close)
         if self._timeline is not None and self._timeline.page.generation != self._generation:
             self._drop(transfer)  # see packer_service.timeline: it may have been overwritten, and is exported again
         elif isinstance(transfer.second, Probe):

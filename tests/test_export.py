@@ -510,6 +510,26 @@ def test_what_cannot_be_pickled_may_be_salvaged(worker, engine):
     assert list(engine.output("mended")) == ["image"]
 
 
+class Watching:
+    """Pickles as whether a tensor is still there."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.watched = weakref.ref(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (self.watched() is not None,)
+
+
+def test_a_staged_tensor_that_is_salvaged_away_lives_until_the_rest_is_pickled(worker, engine):
+    """Else one made while the rest is pickled could get its id, and with that its place and its bytes."""
+    output = {"bad": (lambda: None, torch.ones(3))}  # a tuple: no pickler keeps it
+    output["watching"] = Watching(output["bad"][1])
+    staged = worker.exporter.stage(output, "mended")
+    worker.exporter.submit(staged, lambda output, dump: output.pop("bad") is not None)
+    assert engine.output("mended") == {"watching": True}
+    assert output["watching"].watched() is None
+
+
 @pytest.fixture
 def no_records(caplog):
     """A log record with a traceback keeps the arrays in its frames alive; pytest keeps records, a log file does not."""

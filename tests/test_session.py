@@ -60,6 +60,7 @@ from packer_service.protocol import (
     Withdraw,
 )
 from packer_service.server import Server
+from packer_service.worker_session import MAX_ARENAS
 
 POOL = 2 * MIB
 
@@ -223,6 +224,52 @@ def test_a_worker_whose_chunk_cannot_be_closed_yet_is_served_meanwhile(packer, p
         assert worker.answer() == Pong()
         transfer(engine, worker)
     assert worker.answer() == Unmapped(7)
+
+
+def test_who_asks_again_for_a_chunk_that_cannot_be_closed_yet_is_not_told_that_it_is(packer, pair):
+    engine, worker = pair
+    with stalled_beside(packer, engine):
+        for _ in range(2):  # as a worker does that waited in vain for the first answer
+            worker.channel.send(UnmapArena(0))
+        worker.channel.send(Ping())
+        assert worker.answer() == Pong()
+        assert worker.channel.receive(0.1) is None, "the worker may free the memory while it is still imported"
+    assert worker.answer() == Unmapped(0)
+    worker.channel.send(UnmapArena(0))
+    assert worker.answer() == Unmapped(0)
+
+
+def test_chunks_that_cannot_be_closed_yet_count_as_mapped(packer, pair):
+    engine, worker = pair
+    with stalled_beside(packer, engine):
+        for number in range(1, MAX_ARENAS):
+            worker.channel.send(MapArena(number, worker.arena.nbytes), worker.arena.fd)
+            worker.channel.send(UnmapArena(number))
+        worker.channel.send(Ping())
+        assert worker.answer() == Pong()
+        worker.channel.send(MapArena(MAX_ARENAS, worker.arena.nbytes), worker.arena.fd)
+        assert_refused(worker.channel, f"{MAX_ARENAS} arena chunks are mapped already")
+
+
+def test_a_number_is_not_free_before_its_chunk_is_closed(packer, pair):
+    engine, worker = pair
+    with stalled_beside(packer, engine):
+        worker.channel.send(UnmapArena(0))
+        worker.channel.send(MapArena(0, worker.arena.nbytes), worker.arena.fd)
+        assert_refused(worker.channel, "arena chunk 0 is mapped already")
+
+
+def test_a_worker_that_took_back_what_its_device_had_reached_holds_up_nothing_once_it_is_gone(packer, pair):
+    engine, worker = pair
+    with contextlib.closing(Worker(packer, engine.session)) as liar:
+        value = liar.export("output", liar.write(b"x"), complete=False)
+        liar.skeleton("output")
+        wait_until(lambda: "forward" in state_of(engine, "output"), "the packer waits for the forward")
+        liar.reach(value)
+        assert engine.next().output == "output"
+        liar.reach(0)
+    worker.channel.send(UnmapArena(0))
+    assert worker.answer() == Unmapped(0)
 
 
 def test_while_memory_is_to_be_given_back_an_output_waits_for_its_own_forward_only(packer, pair):
@@ -598,6 +645,24 @@ def test_an_output_from_a_chunk_that_another_output_will_close_is_refused(packer
     assert engine.next().output == "closes"
     with contextlib.closing(Worker(packer, engine.session)) as successor:
         transfer(engine, successor)
+
+
+def test_an_output_from_a_chunk_that_a_settled_output_has_yet_to_close_is_refused(packer, pair):
+    engine, worker = pair
+    extra = SharedMemory.create("extra", MIB)
+    transfer(engine, worker)
+    worker.channel.send(MapArena(7, MIB), extra.fd)
+    worker.channel.send(Export("closes", 1, (Piece(7, 0, 10),), close=(7,)))
+    wait_until(lambda: state_of(engine, "closes").startswith("copied"), "the copy ends")
+    send_unread(worker)  # so that the other threads have something to wait for
+    worker.skeleton("closes")
+    worker.channel.send(Export("other", 1, (Piece(7, 0, MIB),)))
+    worker.skeleton("other")
+    while isinstance(answer := worker.answer(), Ack):
+        pass
+    assert isinstance(answer, Refused)
+    assert "arena chunk 7 was never mapped, or is let go of" in answer.reason
+    extra.close()
 
 
 # -- workers that hang up and live -------------------------------------------------------------------------------------

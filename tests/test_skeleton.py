@@ -236,6 +236,7 @@ def test_one_element_cut_out_with_strides_arrives(shape, staged):
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
     dense = content(torch.float32, (20, 20)).nan_to_num()
     output = {
@@ -243,6 +244,7 @@ def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
         "csr": dense.to_sparse_csr(),
         "meta": torch.empty(5, 6, device="meta"),
         "quantized": torch.quantize_per_tensor(torch.ones(5), 0.1, 3, torch.quint8),
+        "nested": torch.nested.nested_tensor([dense, dense[:3]]),
         "subclass": dense.as_subclass(Named),
     }
     got = through(output, staged=staged)
@@ -251,6 +253,7 @@ def test_what_is_no_plain_strided_tensor_travels_by_its_own_pickling(staged):
     assert got["meta"].is_meta
     assert got["meta"].shape == (5, 6)
     assert torch.equal(got["quantized"].dequantize(), output["quantized"].dequantize())
+    assert all(map(torch.equal, got["nested"].unbind(), (dense, dense[:3])))
     assert type(got["subclass"]) is Named
     assert torch.equal(got["subclass"].as_subclass(torch.Tensor), dense)
 

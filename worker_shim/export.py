@@ -387,9 +387,12 @@ class Exporter:
         try:
             staged.payload, host = dump(staged.output)
         except Exception:
+            # A place goes by id(): what salvage takes out must live on, or a tensor made meanwhile could have the same.
+            placed = skeleton.find_tensors(staged.output, self.device.owns)
             if not salvage(staged.output, dump):
                 raise
             staged.payload, host = dump(staged.output)
+            del placed
         staged.output = None
         tail = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
         nbytes = host.nbytes + tail

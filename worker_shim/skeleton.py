@@ -142,6 +142,7 @@ def is_plain_tensor(value: object) -> bool:
         and value.layout is torch.strided  # type: ignore[attr-defined]
         and not value.is_meta  # type: ignore[attr-defined]
         and not value.is_quantized  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
     )
 
 

@@ -61,7 +61,7 @@ class Stream(Protocol):
     def record(self) -> Marker: ...
 
     def close(self) -> None:
-        """Soon: see ``Device.drain``."""
+        """Soon: see ``Device.drain``. It has passed everything: none of its waits counts, whatever a worker wrote since."""
         ...
 
 

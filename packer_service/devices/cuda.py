@@ -163,6 +163,7 @@ class CudaStream:
         self._idle: list[Any] = []  # our own events
         self._started: Any = None  # of the output being submitted
         self._nbytes = 0
+        self._closed = False
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, CudaTimeline)
@@ -184,7 +185,7 @@ class CudaStream:
     def _wait(self, met: Callable[[], bool], submit: Callable[[], None]) -> None:
         if not self._may_wait and not met():
             raise DeviceBusy("other sessions have the streams that may wait")
-        self._closer.submit_wait(met, submit)
+        self._closer.submit_wait(lambda: self._closed or met(), submit)
         self._started, self._nbytes = self._event(), 0
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
@@ -217,7 +218,8 @@ class CudaStream:
             self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
-        self._closer.close_later(self._close)  # until then the closer asks the events of its waits
+        self._closed = True
+        self._closer.close_later(self._close)
 
     def _close(self) -> None:
         for event in (*self._imported.values(), *self._idle):

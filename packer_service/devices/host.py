@@ -67,11 +67,13 @@ class HostStream:
     def __init__(self, closer: Closer) -> None:
         self._closer = closer
         self._calls: list[Callable[[], object]] = []
+        self._closed = False
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, HostTimeline)
         self._closer.submit_wait(
-            lambda: timeline.page.counter >= value, lambda: self._calls.append(lambda: timeline.wait(value))
+            lambda: self._closed or timeline.page.counter >= value,
+            lambda: self._calls.append(lambda: timeline.wait(value)),
         )
 
     def wait_event(self, handle: bytes) -> None:
@@ -87,6 +89,7 @@ class HostStream:
         return HostMarker(calls)
 
     def close(self) -> None:
+        self._closed = True
         self._calls.clear()
 
 
