@@ -112,13 +112,14 @@ class Server:
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
         self._socket.close()
         self._leaving.set()
+        self.device.leave()
         with self._changed:
             self._stopping = self._stopping or "closed"  # whoever is still in its handshake is not entered any more
             for peer in (*self._unproven, *self._proven):
                 _hang_up(peer)
             self._changed.wait_for(lambda: not self._connections, timeout=_END_S)
             left, spare, self._spare = self._connections or self._unfinished, self._spare, None
-        if left:
+        if left or not self.device.drain():
             logger.info("worker outputs are still on their way; their workers export them again")
             return False
         if spare is not None:

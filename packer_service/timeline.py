@@ -30,8 +30,8 @@ class TimelinePage:
         self._memory = memory
         self.address = memory.address
         self.nbytes = TIMELINE_BYTES
-        # whole words, read and written by one instruction each
-        self._counter = ctypes.c_uint64.from_buffer(memory.buffer, 0)
+        # Whole words, read and written by one instruction each. The counter is signed, as the device compares it.
+        self._counter = ctypes.c_int64.from_buffer(memory.buffer, 0)
         self._generation = ctypes.c_uint64.from_buffer(memory.buffer, _GENERATION_AT)
 
     @classmethod

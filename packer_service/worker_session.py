@@ -565,7 +565,7 @@ class WorkerSession:
             void = page.generation != self._generation
             with self._lock:
                 incomplete = self._incomplete()
-                if dead and not void:
+                if dead:
                     for transfer in incomplete:
                         transfer.abandoned = reason
             if dead:

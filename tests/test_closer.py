@@ -105,3 +105,21 @@ def test_it_forgets_forwards_that_are_over(closer):
         forward.over = True
     forward.wait(closer)
     assert len(closer._unmet) <= 1
+
+
+def test_when_the_process_is_about_to_end_nobody_waits_for_a_close(closer):
+    forward = Forward()
+    forward.wait(closer)
+    closed = closed_by(closer)
+    drained: list[bool] = []
+    waiting = threading.Thread(target=lambda: drained.append(closer.drain()))
+    waiting.start()
+    assert not closed.wait(0.5)
+    assert waiting.is_alive()
+    closer.leave()
+    waiting.join(DEADLINE_S)
+    assert drained == [False]
+    assert not closer.drain()
+    forward.over = True
+    assert closed.wait(DEADLINE_S)
+    assert closer.drain(), "it need not wait, so it does"

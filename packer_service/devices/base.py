@@ -98,11 +98,15 @@ class Device(Protocol):
         """Why no call to this device will work any more; empty while it does."""
         ...
 
-    def drain(self) -> None:
-        """Wait until what was closed so far really is: not before the forwards are over that streams wait for now.
+    def drain(self) -> bool:
+        """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
 
-        See Note [What a close waits for] in packer_service.devices.closer.
+        False where it gave up, after ``leave``. See Note [What a close waits for] in packer_service.devices.closer.
         """
+        ...
+
+    def leave(self) -> None:
+        """The process is about to end: ``drain`` waits no longer than a moment from now on."""
         ...
 
     def close(self) -> None: ...

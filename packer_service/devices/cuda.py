@@ -323,8 +323,11 @@ class CudaDevice:
     def failure(self) -> str:
         return context_failure()
 
-    def drain(self) -> None:
-        self._closer.drain()
+    def drain(self) -> bool:
+        return self._closer.drain()
+
+    def leave(self) -> None:
+        self._closer.leave()
 
     def close(self) -> None:
         self._closer.stop()

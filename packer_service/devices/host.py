@@ -127,8 +127,11 @@ class HostDevice:
     def failure(self) -> str:
         return ""
 
-    def drain(self) -> None:
-        self._closer.drain()
+    def drain(self) -> bool:
+        return self._closer.drain()
+
+    def leave(self) -> None:
+        self._closer.leave()
 
     def close(self) -> None:
         self._closer.stop()

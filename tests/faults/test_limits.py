@@ -361,6 +361,21 @@ def test_sigterm_ends_a_packer_that_waits_for_a_forward(tmp_path):
         stop(packer)
 
 
+def test_sigterm_ends_a_packer_with_one_worker_that_waits_for_a_forward_and_others_that_do_not(tmp_path):
+    with (
+        running_packer(tmp_path / "run") as packer,
+        session(packer) as (engine, worker),
+        session(packer) as (other, its),
+    ):
+        transfer(engine, worker)
+        transfer(other, its)
+        worker.export("waiting", worker.write(b"x" * 1000), complete=False)
+        worker.skeleton("waiting")
+        begin = time.monotonic()
+        stop(packer)
+        assert time.monotonic() - begin < 4
+
+
 def test_sigterm_ends_a_packer_whose_pool_is_full(tmp_path):
     with (
         running_packer(tmp_path / "run", pool_max_bytes="2MiB", wait_s=60) as packer,
