@@ -102,5 +102,5 @@ def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path)
     key.write_text("k" * 32)
     done = packer_service("serve", "--device=host", "--pool-bytes=2MiB", f"--key-file={key}")
     assert done.returncode == 1
-    assert "socket" in done.stderr
+    assert "socket is not set" in done.stderr
     assert "Traceback" not in done.stderr
