@@ -44,6 +44,8 @@ def test_help_of_serve_names_every_setting_its_default_and_its_environment_varia
         assert f"--{name.replace('_', '-')}" in done.stdout
         assert f"PACKER_{name.upper()}" in done.stdout
     assert "--managed" in done.stdout
+    assert "(default 1GiB, environment PACKER_POOL_BYTES)" in done.stdout
+    assert "debug or info or warning or error (default info," in " ".join(done.stdout.replace("│", " ").split())
 
 
 def test_version_is_the_packages():
