@@ -135,6 +135,10 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, help="requests for each row of the table")] = 16,
 ) -> None:
     """Serve synthetic images and videos through the whole path, check every byte, and show what it costs."""
+    try:
+        Settings.load(given)
+    except PackerError as error:
+        raise SystemExit(f"packer-service demo: {error}") from error
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
     environ = {**os.environ, **{environment_name(name): value for name, value in given.items()}}
