@@ -18,7 +18,7 @@ help:
 	@echo 'make lint    ruff and mypy'
 	@echo 'make bench   the benchmarks                  (ARGS="--help" lists them)'
 	@echo
-	@echo 'Each builds .venv first if needed, with PYTHON=$(PYTHON) (3.10 to 3.13; vllm-omni without a GPU: 3.11).'
+	@echo 'Each builds .venv first if needed, with PYTHON=$(PYTHON) (3.10 to 3.13; without a GPU not 3.10).'
 
 demo: $(STAMP)
 	$(VENV)/bin/packer-service demo $(ARGS)

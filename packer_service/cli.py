@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -18,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from packer_service import __version__
-from packer_service.config import PACKER_SETTINGS, Settings, environment_name
+from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name
 from packer_service.errors import PackerError
 from packer_service.log import LogGuard
 
@@ -34,7 +33,6 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
     """Give a command one option for each of the settings ``names``; it receives those that were given as ``given``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = {f.name: f for f in dataclasses.fields(Settings)}
         hints = get_type_hints(command, include_extras=True)
         parameters = inspect.signature(command).parameters.values()
         own = [p.replace(annotation=hints[p.name]) for p in parameters if p.name != "given"]
@@ -47,8 +45,7 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
                     str | None,
                     typer.Option(
                         f"--{name.replace('_', '-')}",
-                        help=f"{fields[name].metadata['text']} (default {fields[name].default!r},"
-                        f" environment {environment_name(name)})",
+                        help=described(name),
                     ),
                 ],
             )
@@ -138,6 +135,10 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, help="requests for each row of the table")] = 16,
 ) -> None:
     """Serve synthetic images and videos through the whole path, check every byte, and show what it costs."""
+    try:
+        Settings.load(given)
+    except PackerError as error:
+        raise SystemExit(f"packer-service demo: {error}") from error
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
     environ = {**os.environ, **{environment_name(name): value for name, value in given.items()}}

@@ -106,7 +106,9 @@ class Settings:
     )
     # -- where they meet --
     socket: str = _setting(
-        "", "the packer's socket; for a sidecar the sockets of all its GPUs, separated by commas", kind="text"
+        "",
+        "the packer's socket; in sidecar mode an executor is given one for each GPU, separated by commas",
+        kind="text",
     )
     key_file: str = _setting("", "a file with the secret that packer, engine and workers share", kind="text")
     # -- the packer's --
@@ -192,6 +194,24 @@ class Settings:
         if len(key) < 16:
             raise SettingError(f"key_file {self.key_file!r} holds {len(key)} bytes; at least 16 are needed")
         return key
+
+
+def described(name: str) -> str:
+    """What a setting is for, what it may be where that is a choice, and its default: for a help text."""
+    spec = Settings.__dataclass_fields__[name]
+    choices = spec.metadata.get("choices")
+    allowed = f"; {' or '.join(choices)}" if choices else ""
+    return f"{spec.metadata['text']}{allowed} (default {_shown(spec)}, environment {environment_name(name)})"
+
+
+def _shown(spec: dataclasses.Field[Any]) -> str:
+    """The default as one would write it: 1GiB and not 1073741824."""
+    default: Any = spec.default
+    if spec.metadata.get("kind") == "bytes":
+        for unit, nbytes in (("GiB", GIB), ("MiB", MIB)):
+            if default and default % nbytes == 0:
+                return f"{default // nbytes}{unit}"
+    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
 
 
 def environment_name(setting: str) -> str:

@@ -379,7 +379,11 @@ def raise_descriptor_limit() -> None:
 def _listen(path: Path) -> socket.socket:
     """Listen at ``path`` in a directory that is ours alone (or a group's). A stale socket is replaced, a live one is not."""
     directory = path.parent
-    if not str(path) or len(os.fsencode(path)) > 107:
+    if path == Path():
+        raise SettingError("socket is not set: it names the path at which engine and workers reach this packer")
+    if "," in str(path):
+        raise SettingError(f"socket is {str(path)!r}; a packer listens at one path: start one packer for each GPU")
+    if len(os.fsencode(path)) > 107:
         raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most 107 bytes")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -387,7 +391,10 @@ def _listen(path: Path) -> socket.socket:
     except OSError as error:
         raise SettingError(f"the directory of socket {str(path)!r} cannot be made: {error.strerror}") from error
     if status.st_mode & stat.S_IWOTH or status.st_uid not in (os.geteuid(), 0):
-        raise SettingError(f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody")
+        raise SettingError(
+            f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody:"
+            " give the socket a directory of its own, such as /run/packer"
+        )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         if path.exists():

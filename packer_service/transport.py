@@ -265,8 +265,15 @@ def connect(
         _bound_sends(sock, timeout_s)
         try:
             sock.connect(path)
+        except PermissionError as error:
+            raise PackerUnavailable(
+                f"uid {os.geteuid()} may not reach {path} ({error.strerror}): the socket and its directory admit"
+                " the packer's user, and its group where their modes say so"
+            ) from error
         except OSError as error:
-            raise PackerUnavailable(f"no packer listens at {path} ({error.strerror or error})") from error
+            raise PackerUnavailable(
+                f"no packer listens at {path} ({error.strerror or error}): start one there, or correct the setting socket"
+            ) from error
         challenge = cast(Challenge, _expect(channel, timeout_s, Challenge))
         if challenge.version != protocol.VERSION:
             raise HandshakeError(
@@ -288,6 +295,12 @@ def connect(
     except ProtocolError as error:
         channel.close()
         raise HandshakeError(f"whoever listens at {path} does not speak this protocol: {error}") from error
+    except PeerClosed as error:
+        channel.close()
+        raise PeerClosed(
+            f"the packer at {path} hung up during the handshake: it ends, or its setting allowed_uids lacks uid"
+            f" {os.geteuid()}; its log says which"
+        ) from error
     except BaseException:
         channel.close()
         raise

@@ -44,6 +44,8 @@ def test_help_of_serve_names_every_setting_its_default_and_its_environment_varia
         assert f"--{name.replace('_', '-')}" in done.stdout
         assert f"PACKER_{name.upper()}" in done.stdout
     assert "--managed" in done.stdout
+    assert "(default 1GiB, environment PACKER_POOL_BYTES)" in done.stdout
+    assert "debug or info or warning or error (default info," in " ".join(done.stdout.replace("│", " ").split())
 
 
 def test_version_is_the_packages():
@@ -93,6 +95,14 @@ def test_a_bad_setting_in_the_environment_is_named_as_there(tmp_path):
     assert "PACKER_EXIT_AFTER_S is 'soon'; allowed is a number from 0.0 to 86400.0" in done.stderr
 
 
+def test_a_bad_setting_of_the_demo_is_named_before_anything_is_started():
+    for arguments, environment in ((["--pool-bytes=much"], {}), ([], {"PACKER_POOL_BYTES": "much"})):
+        done = packer_service("demo", *arguments, **environment)
+        assert done.returncode == 1
+        assert "POOL_BYTES is 'much'; allowed is a size" in done.stderr.replace("pool_bytes", "POOL_BYTES")
+        assert "Traceback" not in done.stderr
+
+
 def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path):
     done = packer_service("serve", "--device=host", f"--socket={tmp_path}/packer.sock")
     assert done.returncode == 1
@@ -102,5 +112,5 @@ def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path)
     key.write_text("k" * 32)
     done = packer_service("serve", "--device=host", "--pool-bytes=2MiB", f"--key-file={key}")
     assert done.returncode == 1
-    assert "socket" in done.stderr
+    assert "socket is not set" in done.stderr
     assert "Traceback" not in done.stderr

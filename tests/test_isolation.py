@@ -192,7 +192,8 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path):
     ("settings", "reason"),
     [
         ({"socket": "/tmp/" + "x" * 120}, "allowed is a path of at most 107 bytes"),
-        ({"socket": ""}, "socket is"),
+        ({"socket": ""}, "socket is not set"),
+        ({"socket": "/nowhere/0.sock,/nowhere/1.sock"}, "start one packer for each GPU"),
         ({"socket": "/proc/nowhere/packer.sock"}, "cannot be made"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are 'host', 'cuda' and 'cuda:N'"),
         ({"device": "cuda:99"}, ""),

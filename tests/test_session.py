@@ -1142,7 +1142,7 @@ def test_nobody_can_connect_to_a_packer_that_is_gone(tmp_path):
     with running_packer(tmp_path / "run") as packer:
         packer.process.kill()
         packer.wait()
-        with pytest.raises(PackerUnavailable, match="no packer listens"):
+        with pytest.raises(PackerUnavailable, match=r"no packer listens .*correct the setting socket"):
             Engine(packer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -147,7 +148,7 @@ def test_whoever_listens_without_knowing_the_key_is_found_out(listener, in_backg
 
 def test_a_uid_that_is_not_on_the_list_is_closed_without_a_word(listener, in_background):
     accepted = in_background(accept_one, listener, uids=frozenset({os.geteuid() + 1}))
-    with pytest.raises(PackerError):
+    with pytest.raises(PeerClosed, match=rf"{listener.getsockname()} hung up .*allowed_uids lacks uid {os.geteuid()}"):
         connect(listener)
     with pytest.raises(HandshakeError, match=rf"uid {os.geteuid()} .*allowed_uids"):
         accepted.result(DEADLINE_S)
@@ -238,8 +239,17 @@ def test_where_nobody_listens_the_packer_is_unavailable(tmp_path, left_behind):
     if left_behind:
         with seqpacket() as gone:
             gone.bind(str(path))
-    with pytest.raises(PackerUnavailable, match=str(path)):
+    with pytest.raises(PackerUnavailable, match=f"no packer listens at {path}"):
         transport.connect(str(path), KEY, "worker", SESSION)
+
+
+def test_a_socket_that_this_user_may_not_reach_is_told_from_one_where_nobody_listens(monkeypatch, listener):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(transport.socket.socket, "connect", refuse)
+    with pytest.raises(PackerUnavailable, match=rf"uid {os.geteuid()} may not reach {listener.getsockname()}"):
+        connect(listener)
 
 
 def test_a_failed_connection_leaves_no_descriptor_open(tmp_path, listener):

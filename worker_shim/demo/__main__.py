@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from packer_service.errors import PackerError
 from worker_shim.demo.engine import engine, nvidia_gpus, prepare
 from worker_shim.demo.figures import percentile
 
@@ -236,7 +237,11 @@ def main() -> None:
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         os.environ.setdefault("PACKER_LOG_LEVEL", "warning")
         logging.disable(logging.INFO)
-    result = measure(console, arguments.requests)
+    os.environ.setdefault("PACKER_FALLBACK", "fail")  # own would serve without the packer, which is no demo of it
+    try:
+        result = measure(console, arguments.requests)
+    except PackerError as error:
+        raise SystemExit(f"the demo failed: {error}") from error
     if arguments.json:
         print(json.dumps(result, indent=1), file=report, flush=True)
     else:
