@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import os
 from typing import Any
 
@@ -83,7 +84,10 @@ def test_fewer_rests_than_quarters_are_not_judged_flat():
 def test_a_process_that_is_looked_at_shows_what_it_adds():
     pids = dict.fromkeys(soak.PROCESSES, os.getpid())
     before = soak.look(pids)["engine"]
-    block = bytearray(os.urandom(1 << 10)) * (32 << 10)
+    block = mmap.mmap(
+        -1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # what malloc has may be resident already
+    block.write(b"x" * len(block))
     read, write = os.pipe()
     try:
         after = soak.look(pids)["engine"]
