@@ -306,7 +306,10 @@ class _Child:
         try:
             self._checks.wait_until(gone, "nothing is left", 30.0)
         except AssertionError:
-            return [f"left behind: {found}"]
+            torch = self._checks.torch
+            alive = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+            shapes = [tuple(tensor.shape) for tensor in alive if self._checks.in_packer_memory(tensor)]
+            return [f"left behind: {found}; tensors of these shapes are alive in the pool: {shapes}"]
         return []
 
     def _count_descriptors(self) -> int:
