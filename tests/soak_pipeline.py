@@ -6,10 +6,10 @@ This module imports vllm_omni.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
+from pipelines import Pipeline
 from vllm_omni.diffusion.data import DiffusionOutput
 
 MIB = 1 << 20
@@ -74,18 +74,10 @@ def is_right(kind: str, seed: int, nbytes: int, output: Any) -> bool:
     )
 
 
-class SoakPipeline(nn.Module):
+class SoakPipeline(Pipeline):
     """Several requests a forward: extra_args "kind" and "nbytes", and the seed, say what each output holds."""
 
-    weights_sources = ()
-    supports_request_batch: ClassVar[bool] = True
-
-    def __init__(self, *, od_config: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(64), requires_grad=False)
-
-    def load_weights(self, weights: Any) -> set[str]:
-        return {name for name, _ in self.named_parameters()}
+    supports_request_batch = True
 
     @torch.no_grad()
     def forward(self, batch: Any) -> list[DiffusionOutput]:
