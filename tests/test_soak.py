@@ -84,9 +84,8 @@ def test_fewer_rests_than_quarters_are_not_judged_flat():
 def test_a_process_that_is_looked_at_shows_what_it_adds():
     pids = dict.fromkeys(soak.PROCESSES, os.getpid())
     before = soak.look(pids)["engine"]
-    block = mmap.mmap(
-        -1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # what malloc has may be resident already
+    # Not malloc's: what that has may be resident already.
+    block = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(b"x" * len(block))
     read, write = os.pipe()
     try:
