@@ -19,11 +19,11 @@ class SteppedPipeline(BenchmarkPipeline):
     def __init__(self, *, od_config: Any) -> None:
         super().__init__(od_config=od_config)
         stopwatch, proc = Stopwatch("worker"), diffusion_worker.WorkerProc
-        stopwatch.time(skeleton, "find_tensors", "find the tensors")
+        stopwatch.time(skeleton, "survey", "find the tensors")
         stopwatch.time(Arena, "allocate", "allocate slots")
         stopwatch.time(uplink.Uplink, "post", "send a message to the packer")
         stopwatch.time(Exporter, "stage", "stage: tell the packer, copy, signal")
         stopwatch.time(proc, "_enqueue_result", "send COMPUTE_DONE (vLLM's queue)")
-        stopwatch.time(Exporter, "submit", "pickle the skeleton, send it (export thread)")
+        stopwatch.time(Exporter, "submit_now", "pickle the skeleton, send it")
         stopwatch.time(Exporter, "take", "take the ack (ack thread)")
         stopwatch.time(proc, "_return_result", ENTERED)

@@ -9,7 +9,17 @@ from collections.abc import Callable
 from packer_service import protocol
 from packer_service.errors import DescriptorLost, PeerClosed, ProtocolError
 from packer_service.pool import Pool
-from packer_service.protocol import Describe, Described, OutputReady, Ping, Pong, Segment, SegmentGone, WorkerGone
+from packer_service.protocol import (
+    Describe,
+    Described,
+    OutputComing,
+    OutputReady,
+    Ping,
+    Pong,
+    Segment,
+    SegmentGone,
+    WorkerGone,
+)
 from packer_service.transport import Channel, close_fds
 
 logger = logging.getLogger(__name__)
@@ -87,12 +97,16 @@ class EngineSession:
                 except OSError as error:  # it keeps an empty mapping; the number is never used again
                     logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
 
-    def publish(self, message: OutputReady, fd: int | None = None, *, wait: bool = True) -> bool:
-        """Send one OUTPUT_READY. PeerClosed where the engine is gone; False where it would have to wait and may not."""
+    def publish(self, message: OutputComing | OutputReady, fd: int | None = None, *, wait: bool = True) -> bool:
+        """``tell``, once the engine knows the segments that the output lies in."""
         if any(lease.segment not in self._announced for lease in message.leases):
             if not wait:
                 return False
             self.announce_segments()
+        return self.tell(message, fd, wait=wait)
+
+    def tell(self, message: protocol.Message, fd: int | None = None, *, wait: bool = True) -> bool:
+        """Send a message. PeerClosed where the engine is gone; False where it would have to wait and may not."""
         if wait:
             self._send(message, fd)
             return True

@@ -9,8 +9,8 @@ ever, so that peers of different versions can tell each other so.
       |-- MapTimeline +fd ------->|-- Segment +fd -------------->|   at the start, and when the pool grows
       |-- MapArena -------------->|                              |   when the arena grows
       |-- Export ---------------->|                              |   main thread: the device copy may start
-      |-- Skeleton (+fd) -------->|                              |   export thread: what the output looks like
-      |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|
+      |-- Skeleton (+fd) -------->|-- OutputComing (+fd) ------->|   what the output looks like
+      |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|   it is on the host
       |                           |<------------------ Release --|   when the tensors die
       |-- Ping / Pong ----------->|<----------------- Ping / Pong --|   where nothing else was heard for a while
 """
@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from packer_service.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_FDS = 1
 MAX_PIECES = 1024
@@ -133,7 +133,8 @@ class Skeleton(Message, frozen=True):
     """Worker to packer: what the engine needs to rebuild the output; opaque to the packer.
 
     With ``host_nbytes``, a memfd of the worker's is attached and goes on to the engine; the last
-    ``payload_in_host`` bytes of it are the payload, where that was too large for a message.
+    ``payload_in_host`` bytes of it are the payload, where that was too large for a message. ``plain``: putting it together
+    reads none of its arrays.
     """
 
     output: OutputId
@@ -141,6 +142,7 @@ class Skeleton(Message, frozen=True):
     mac: Digest
     host_nbytes: Number = 0
     payload_in_host: Number = 0
+    plain: bool = False
 
 
 class Withdraw(Message, frozen=True):
@@ -215,8 +217,32 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
+class OutputComing(Message, frozen=True):
+    """Packer to engine: this output is being copied into what will be these leases; put it together meanwhile.
+
+    One lease at least, for each piece one, in order, and the skeleton as the worker sent it. The leases are the engine's with
+    the OutputReady that names them, or never: see ``OutputGone``.
+    """
+
+    output: OutputId
+    leases: Annotated[tuple[Lease, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+    payload: Payload
+    mac: Digest
+    host_nbytes: Number = 0
+    payload_in_host: Number = 0
+
+
+class OutputGone(Message, frozen=True):
+    """Packer to engine: forget the output that was coming into ``lease``, its first."""
+
+    lease: Number
+
+
 class OutputReady(Message, frozen=True):
-    """Packer to engine: one lease for each piece, in order, and the skeleton as the worker sent it. Or an error."""
+    """Packer to engine: one lease for each piece, in order, and the skeleton as the worker sent it. Or an error.
+
+    Without a skeleton (no ``mac``) and an error, the skeleton came with OutputComing.
+    """
 
     output: OutputId
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_PIECES)] = ()
@@ -253,7 +279,7 @@ HandshakeFromClient = Hello
 FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
 ToWorker = Ack | Nack | Probed | Unmapped | Refused | Pong
 FromEngine = Release | Describe | Ping
-ToEngine = Segment | SegmentGone | OutputReady | WorkerGone | Described | Refused | Pong
+ToEngine = Segment | SegmentGone | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -3,9 +3,10 @@
 Note [The life of an output in the packer]
 ``Export`` comes first, from the worker's main thread: the pieces get regions of the engine's pool, the copies are submitted
 behind the wait for the worker's marker, and the finisher thread sleeps until they are done. Meanwhile ``Skeleton`` (or
-``Withdraw``) arrives. Once the copies are done and the second message is there, the output is settled: OUTPUT_READY goes to
-the engine, and only after that send the ack to the worker, so that an output is always in the worker's arena or in the
-engine's hands. From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
+``Withdraw``) arrives. A plain skeleton goes to the engine at once (OUTPUT_COMING), which puts the output together while it
+is copied. Once the copies are done and the second message is there, the output is settled: OUTPUT_READY goes to the engine,
+and only after that send the ack to the worker, so that an output is always in the worker's arena or in the engine's hands.
+From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
 An import that is this output's alone is closed in between: with the answer, its memory is the worker's to free.
 
 Note [When a worker is gone]
@@ -42,6 +43,8 @@ from packer_service.protocol import (
     Lease,
     MapArena,
     Nack,
+    OutputComing,
+    OutputGone,
     OutputReady,
     Piece,
     Ping,
@@ -78,6 +81,7 @@ class Transfer:
     second: Skeleton | Withdraw | Probe | None = None
     host_fd: int | None = None
     regions: list[Region] = field(default_factory=list)
+    announced: int = 0  # the first lease of what the engine was told is coming; 0: it was not
     marker: Marker | None = None  # None: not submitted
     abandoned: str = ""  # why its bytes will never be right
 
@@ -124,7 +128,7 @@ class WorkerSession:
         self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
-        self._finishing: queue.SimpleQueue[Transfer | Callable[[], None] | None] = queue.SimpleQueue()
+        self._finishing: queue.SimpleQueue[Transfer | Callable[[], object] | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -299,16 +303,31 @@ class WorkerSession:
             transfer = self._transfers.get(message.output)
             if transfer is None or transfer.second is not None:
                 raise ProtocolError(f"output {message.output} was not exported, or is settled already")
-            transfer.second = message
             if fds and self._host_memfds >= MAX_HOST_MEMFDS:
                 refusal = f"{MAX_HOST_MEMFDS} outputs with host arrays wait for their copies already"
             elif fds:
                 transfer.host_fd = fds.pop()
                 self._host_memfds += 1
             transfer.abandoned = transfer.abandoned or refusal
+        self._announce(transfer, message, wait=False)
+        with self._lock:
+            transfer.second = message  # whoever comes second, this or the end of the copy, settles
             copied = transfer.copied
         if copied:
             self._complete(transfer)
+
+    def _announce(self, transfer: Transfer, second: Skeleton | Withdraw | Probe | None, *, wait: bool) -> None:
+        """Have the engine put a plain output together while it is copied. Where it cannot be told now, it hears of it later."""
+        under_way = transfer.marker is not None and not transfer.copied and not transfer.abandoned
+        if not under_way or transfer.announced or not isinstance(second, Skeleton) or not second.plain:
+            return
+        leases = _leases(transfer)
+        message = OutputComing(transfer.output, leases, *_carried(second))
+        try:
+            if self.engine.publish(message, transfer.host_fd, wait=wait):
+                transfer.announced = leases[0].lease
+        except (PackerError, OSError):  # it is met again when the output is published
+            pass
 
     def _complete(self, transfer: Transfer) -> None:
         """Settle on the reader's thread unless the engine does not read: that must not keep the worker from its Pong."""
@@ -431,6 +450,8 @@ class WorkerSession:
                     time.sleep(_BUSY_POLL_S)
             with self._lock:
                 self._unsubmitted -= 1
+                second = transfer.second
+            self._announce(transfer, second, wait=True)
         if transfer.marker is not None:
             transfer.marker.synchronize()
         with self._lock:
@@ -474,13 +495,13 @@ class WorkerSession:
     def _publish(self, transfer: Transfer, *, wait: bool) -> bool:
         skeleton = transfer.second
         assert isinstance(skeleton, Skeleton)
-        leases = tuple(Lease(r.number, r.segment.number, r.offset, r.nbytes) for r in transfer.regions)
-        message = OutputReady(
-            transfer.output, leases, skeleton.payload, skeleton.mac, skeleton.host_nbytes, skeleton.payload_in_host
-        )
+        if transfer.announced:
+            message, fd = OutputReady(transfer.output, _leases(transfer)), None
+        else:
+            message, fd = OutputReady(transfer.output, _leases(transfer), *_carried(skeleton)), transfer.host_fd
         self.engine.pool.lease(transfer.regions)
         try:
-            if not self.engine.publish(message, transfer.host_fd, wait=wait):
+            if not self.engine.publish(message, fd, wait=wait):
                 transfer.regions = self.engine.pool.reclaim(transfer.regions)
                 return False
         except (PackerError, OSError) as error:
@@ -491,7 +512,7 @@ class WorkerSession:
             transfer.abandoned = f"OUTPUT_READY could not be sent: {error}"
             self._nack(transfer)
             return True
-        transfer.regions = []  # the engine's now
+        transfer.regions, transfer.announced = [], 0  # the engine's now
         self._drop(transfer)
         self.outputs += 1
         self._unmap_arenas(transfer.export.close, Ack(transfer.output))
@@ -519,6 +540,11 @@ class WorkerSession:
 
     def _drop(self, transfer: Transfer) -> None:
         """Give back what the transfer still holds."""
+        if transfer.announced:
+            gone = OutputGone(transfer.announced)
+            transfer.announced = 0
+            if not self._tell_engine(gone, wait=False):
+                self._finishing.put(functools.partial(self.engine.tell, gone))
         for region in transfer.regions:
             self.engine.pool.release(region.number)
         transfer.regions = []
@@ -528,14 +554,14 @@ class WorkerSession:
             with self._lock:
                 self._host_memfds -= 1
 
-    def _tell_engine(self, message: OutputReady, *, wait: bool = True) -> bool:
-        """False where that has to wait and may not."""
+    def _tell_engine(self, message: OutputReady | OutputGone, *, wait: bool = True) -> bool:
+        """Of an output that failed, or does not come. False where that has to wait and may not."""
         try:
-            return self.engine.publish(message, wait=wait)
+            return self.engine.tell(message, wait=wait)
         except PeerClosed:
-            logger.info("output %s: its engine is gone too", message.output)
+            logger.info("an engine is gone before it could be told %s", message)
         except OSError as error:
-            logger.error("output %s failed and its engine cannot be told: %s", message.output, error)
+            logger.error("an engine cannot be told %s: %s", message, error)
         return True
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -648,3 +674,13 @@ class WorkerSession:
         self._looks = self._looks + 1 if due is not None and due is self._watched else 0
         self._watched = due
         return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""
+
+
+def _leases(transfer: Transfer) -> tuple[Lease, ...]:
+    """What its regions are to the engine."""
+    return tuple(Lease(r.number, r.segment.number, r.offset, r.nbytes) for r in transfer.regions)
+
+
+def _carried(skeleton: Skeleton) -> tuple[bytes, bytes, int, int]:
+    """What of a skeleton goes on to the engine, in the order of the messages that carry it."""
+    return skeleton.payload, skeleton.mac, skeleton.host_nbytes, skeleton.payload_in_host

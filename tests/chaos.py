@@ -230,6 +230,7 @@ class _Child:
     # -- the end --
 
     def _await_the_rest(self) -> None:
+        self._to_abort.clear()  # it holds their results too
         deadline = time.monotonic() + FINISH_S
         while self._outstanding and time.monotonic() < deadline:
             self._reap()

@@ -151,6 +151,13 @@ class Engine:
         self.workers_gone = 0
         self.pongs = 0
         self.states: dict[str, str] = {}  # what the packer said of outputs
+        self.coming: dict[int, protocol.OutputComing] = {}  # by first lease
+
+    def next_coming(self) -> protocol.OutputComing:
+        """What comes next and is still on its way; nothing else does before it."""
+        wait_until(lambda: self.poll() or self.coming, "an output that is coming")
+        (coming,) = self.coming.values()
+        return coming
 
     def next(self, timeout_s: float = DEADLINE_S) -> OutputReady:
         """The next OUTPUT_READY; what came before it is taken care of."""
@@ -180,6 +187,10 @@ class Engine:
                 self.pongs += 1
             case protocol.Described():
                 self.states[message.output] = message.state
+            case protocol.OutputComing():
+                self.coming[message.leases[0].lease] = message
+            case protocol.OutputGone():
+                del self.coming[message.lease]
             case _:
                 raise AssertionError(message)
         return None
@@ -237,7 +248,7 @@ class Worker:
         self.channel.send(Export(output, self.value, pieces))
         return self.value
 
-    def skeleton(self, output: str, payload: bytes = b"", fd: int | None = None, **fields: int) -> None:
+    def skeleton(self, output: str, payload: bytes = b"", fd: int | None = None, **fields: Any) -> None:
         self.channel.send(Skeleton(output, payload, MAC, **fields), fd)
 
     def answer(self, timeout_s: float = DEADLINE_S) -> Message:

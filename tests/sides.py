@@ -48,10 +48,11 @@ class WorkerSide:
         )
 
     def send(self, output: object, output_id: str) -> Staged:
-        """Both halves at once."""
+        """Both halves at once, as the worker does it."""
         staged = self.exporter.stage(output, output_id)
         assert staged is not None
-        self.exporter.submit(staged)
+        if not self.exporter.submit_now(staged):
+            self.exporter.submit(staged)
         return staged
 
     def wait_settled(self, *output_ids: str) -> None:

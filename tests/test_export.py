@@ -19,6 +19,7 @@ import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from packer_process import DEADLINE_S, MIB, Worker, running_packer, wait_until
 from packer_service import protocol
 from packer_service.errors import HandshakeError, PackerUnavailable
 from packer_service.protocol import Ack, Release
+from packer_service.transport import Channel
 
 torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
@@ -488,6 +490,120 @@ def test_a_chunk_with_an_output_in_it_is_not_given_back(worker, engine):
     assert torch.equal(engine.output("held")[0], torch.ones(FLOATS))
 
 
+# -- the main thread -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """As vllm-omni's media."""
+
+    video: Any
+
+
+class Odd:
+    """Not plain: its own code runs when it is put together."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Odd, (self.value,)
+
+
+PLAIN = {
+    "a tensor": lambda: torch.ones(FLOATS),
+    "nested, with text": lambda: {"image": [torch.ones(5), (torch.ones(7), "text", 1.5)], "text": "x" * 40_000},
+    "typed media": lambda: Typed(torch.ones(FLOATS)),
+    "nothing": lambda: None,
+}
+NOT_PLAIN = {
+    "a numpy array": lambda: [torch.ones(5), np.arange(5)],
+    "somebody's class": lambda: Odd(torch.ones(5)),
+    "many values": lambda: [torch.ones(5), list(range(1000))],
+    "what cannot be pickled": lambda: [torch.ones(5), lambda: None],
+    "an odd key": lambda: {np.int64(1): torch.ones(5)},
+}
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_a_plain_output_leaves_on_the_main_thread(worker, engine, make):
+    staged = worker.exporter.stage(make(), "output")
+    assert worker.exporter.submit_now(staged)
+    assert staged.output is None
+    assert_same(engine.output("output"), make())
+
+
+@pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_any_other_output_is_left_to_the_export_thread(worker, make):
+    staged = worker.exporter.stage(make(), "output")
+    assert not worker.exporter.submit_now(staged)
+    worker.exporter.withdraw(staged)
+    worker.wait_settled("output")
+
+
+def test_a_plain_output_that_cannot_be_pickled_after_all_fails_on_the_export_thread(worker, monkeypatch):
+    staged = worker.exporter.stage([torch.ones(5)], "output")
+
+    def refuse(*args: Any) -> Any:
+        raise OSError("no descriptor is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(skeleton, "dump", refuse)
+        assert not worker.exporter.submit_now(staged)
+        with pytest.raises(OSError, match="no descriptor"):
+            worker.exporter.submit(staged)
+    worker.wait_settled("output")
+
+
+def test_what_found_no_room_on_the_main_thread_is_sent_once_by_the_export_thread(worker, engine, monkeypatch):
+    staged = worker.exporter.stage([torch.ones(FLOATS)], "output")
+    with monkeypatch.context() as patched:
+        patched.setattr(Channel, "try_send", lambda *args: False)
+        assert not worker.exporter.submit_now(staged)
+    worker.exporter.submit(staged)
+    engine.output("output")
+    worker.wait_settled("output")
+    assert engine.receive(0.1) is None
+
+
+def test_the_engine_puts_a_plain_output_together_while_its_forward_runs(packer, engine):
+    device = Stalling()
+    side = WorkerSide(packer, engine.session, device=device)
+    with contextlib.closing(side.exporter):
+        side.send([torch.ones(2 * FLOATS)], "first")
+        engine.output("first")  # the pool has grown
+        device.stalled = True
+        side.send([torch.ones(FLOATS), Odd(1)], "not plain")
+        side.send({"image": torch.ones(FLOATS)}, "plain")
+        wait_until(lambda: engine.receive(0.01) is None and engine._coming, "it is coming")
+        (coming,) = engine._coming.values()
+        assert coming.received.output_id == "plain"
+        del coming
+        device.timeline.counter = device._value
+        got = {received.output_id: received.output for received in (engine.next(), engine.next())}
+        assert torch.equal(got["plain"]["image"], torch.ones(FLOATS))
+        assert not engine._coming
+        side.wait_settled("plain", "not plain")
+        del got
+        engine.wait_no_lease()
+
+
+def test_what_was_coming_and_failed_leaves_no_lease_and_no_room_behind(packer, engine):
+    device = Failing()
+    side = WorkerSide(packer, engine.session, device=device)
+    with contextlib.closing(side.exporter):
+        side.send([torch.ones(FLOATS)], "first")
+        engine.output("first")  # the pool has grown
+        device.stalled = True
+        side.send([torch.ones(FLOATS)], "lost")
+        wait_until(lambda: engine.receive(0.01) is None and engine._coming, "it is coming")
+        device.why = "device-side assert"
+        assert "device-side assert" in engine.next().error
+        assert not engine._coming
+        engine.wait_no_lease()
+    assert "is not out" not in packer.log
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -632,6 +748,18 @@ class Stalling(HostExportDevice):
             return super().signal()
         self._value += 1
         return Signal(self._value)
+
+
+class Failing(Stalling):
+    """A device that says why no signal will come any more."""
+
+    why = ""
+
+    def reached(self, value: int) -> bool:
+        return value <= self.timeline.counter
+
+    def failure(self) -> str:
+        return self.why
 
 
 def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):

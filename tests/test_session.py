@@ -137,6 +137,56 @@ def test_the_skeleton_may_come_long_after_the_copy(pair):
     assert engine.next().output == "slow"
 
 
+def test_a_plain_skeleton_goes_ahead_to_the_engine_while_its_output_is_copied(packer, pair):
+    engine, worker = pair
+    fd = create_memfd("host arrays", 100)
+    value = worker.export("output", worker.write(b"unfinished"), complete=False)
+    worker.skeleton("output", b"plain", fd, host_nbytes=100, payload_in_host=7, plain=True)
+    os.close(fd)
+    coming = engine.next_coming()
+    assert len(engine.fds) == 1
+    assert (coming.output, coming.payload, coming.mac) == ("output", b"plain", MAC)
+    assert (coming.host_nbytes, coming.payload_in_host) == (100, 7)
+    engine.release(coming.leases[0].lease)  # which is not the engine's yet
+    packer.wait_log(f"lease {coming.leases[0].lease} is not out")
+    worker.write(b"now it is ")
+    worker.reach(value)
+    ready = engine.next()
+    assert engine.fds == []
+    assert (ready.leases, ready.payload, ready.mac) == (coming.leases, b"", b"")
+    assert engine.read(ready) == [b"now it is "]
+    assert worker.answer() == Ack("output")
+
+
+def test_a_skeleton_that_reads_its_arrays_waits_for_them(pair):
+    engine, worker = pair
+    value = worker.export("output", worker.write(b"x"), complete=False)
+    worker.skeleton("output", b"not plain")
+    wait_until(lambda: state_of(engine, "output") == "waiting for the worker's forward", "the packer has the skeleton")
+    assert not engine.coming
+    worker.reach(value)
+    assert engine.next().payload == b"not plain"
+
+
+@pytest.mark.parametrize("end", ["fails", "hangs up"])
+def test_the_engine_forgets_what_was_coming_and_does_not_come(packer, pair, end):
+    engine, worker = pair
+    value = worker.export("output", worker.write(b"x"), complete=False)
+    worker.skeleton("output", plain=True)
+    engine.next_coming()
+    if end == "fails":
+        worker.channel.send(Fail("output", "device-side assert"))
+        assert engine.next().error == "device-side assert"
+        assert worker.answer() == Ack("output")
+    else:
+        hang_up(worker)
+        rejoin(packer, engine.session, worker)
+        worker.reach(value)
+        wait_until(lambda: engine.poll() or not engine.coming, "it is forgotten")
+    assert not engine.coming
+    transfer(engine, worker)
+
+
 def test_an_output_without_device_arrays_needs_no_copy(pair):
     engine, worker = pair
     worker.export("text")

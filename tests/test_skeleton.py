@@ -114,7 +114,8 @@ def assert_same(got: Any, expected: Any) -> None:
             assert list(got) == list(expected)
             got, expected = list(got.values()), list(expected.values())
         elif dataclasses.is_dataclass(expected):
-            got, expected = list(vars(got).values()), list(vars(expected).values())
+            names = [field.name for field in dataclasses.fields(expected)]
+            got, expected = ([getattr(one, name) for name in names] for one in (got, expected))
         if isinstance(expected, (list, tuple)):
             assert len(got) == len(expected)
             for one, other in zip(got, expected, strict=True):

@@ -2,8 +2,10 @@
 
 Note [Who does what in the worker]
 Main thread, in ``stage``: find the device arrays, tell the packer to start, copy them into slots on the current stream,
-signal. It never waits for the packer: a message that finds no room goes to the outbox.
-Export thread, in ``submit``: what needs Python time or may wait: pickling, copying host arrays, a full arena.
+signal. Then, in ``submit_now``, pickle and send what is left of a plain output (``skeleton.survey``): that takes less of the
+GIL than another thread costs this one, which would be woken by it and then take the GIL from it a few times. It never waits
+for the packer: a message that finds no room goes to the outbox.
+Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
 Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
 
 Note [Held until the ack]
@@ -66,6 +68,10 @@ Salvage = Callable[[object, Callable[[object], object]], bool]
 """(output, dump) -> whether to try again; see ``Exporter.submit``."""
 
 
+def _no_salvage(output: object, dump: Callable[[object], object]) -> bool:
+    return False
+
+
 @dataclass
 class Staged:
     """One output between ``_return_result`` and its ack. See Note [Held until the ack]."""
@@ -73,6 +79,7 @@ class Staged:
     output_id: str
     output: object  # until it is pickled
     places: dict[int, Place]  # of each device array, by id()
+    plain: bool = False  # see skeleton.survey
     slots: list[Slot] = field(default_factory=list)  # one a piece, where they are in the arena
     beside: list[torch.Tensor] = field(default_factory=list)  # where they are not: flat uint8, one a piece
     overflow_bytes: int = 0  # of the pieces that are clones
@@ -182,12 +189,12 @@ class Exporter:
         """
         if self.broken:
             return None
-        tensors = skeleton.find_tensors(output, self.device.owns)
+        tensors, plain = skeleton.survey(output, self.device.owns)
         places, sizes = plan([tensor.nbytes for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
-        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)})
+        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)}, plain)
         try:
             copies = self._place(staged, tensors, places, sizes)
         except torch.OutOfMemoryError as error:
@@ -212,6 +219,17 @@ class Exporter:
         if announced is None and (staged.pieces or not sizes):
             self._start(staged)
         return staged
+
+    def submit_now(self, staged: Staged) -> bool:
+        """``submit``, where that neither takes long nor waits; False where it is still to be called. Raises nothing."""
+        if not staged.plain or staged.overflow_bytes:
+            return False
+        try:
+            self._pickle(staged, _no_salvage)
+        except Exception:
+            return False  # submit meets it again, and says so
+        self._send_skeleton(staged)
+        return not self._uplink.has_backlog
 
     def _start(self, staged: Staged) -> None:
         with self._uplink.lock:
@@ -341,15 +359,17 @@ class Exporter:
 
     # -- export thread -------------------------------------------------------------------------------------------------
 
-    def submit(self, staged: Staged, salvage: Salvage = lambda output, dump: False) -> None:
+    def submit(self, staged: Staged, salvage: Salvage = _no_salvage) -> None:
         """Send the second half. Whatever goes wrong with the packer comes back through ``on_handed_back``.
 
         Raises only what pickling the output raises; the output is withdrawn then. Before that ``salvage`` may take out of
         the output what cannot be pickled, and return True to have it tried once more.
         """
         self._uplink.flush()
+        if staged.payload:
+            return  # submit_now posted it, behind what was just sent
         try:
-            host_bytes, tail = self._pickle(staged, salvage)
+            self._pickle(staged, salvage)
             if staged.overflow_bytes and not self._stage_late(staged):
                 self._forget(staged)
                 self._hand_back(
@@ -359,21 +379,18 @@ class Exporter:
         except Exception:
             self.withdraw(staged)
             raise
-        payload = staged.payload
-        mac = skeleton.mac(self._mac_key, staged.output_id, payload)
-        self._send_second(staged, Skeleton(staged.output_id, b"" if tail else payload, mac, host_bytes, tail))
+        self._send_skeleton(staged)
+        self._uplink.flush()
 
     def withdraw(self, staged: Staged) -> None:
         """Forget an output that the engine was not promised, or was told of: what it holds comes back with the ack."""
         self._uplink.flush()
         staged.failed = True
         self._send_second(staged, Withdraw(staged.output_id))
+        self._uplink.flush()
 
-    def _pickle(self, staged: Staged, salvage: Salvage) -> tuple[int, int]:
-        """Make the payload and the memfd of host arrays, and let go of the output.
-
-        Returns the memfd's bytes, and how many of them are a payload too large for a message.
-        """
+    def _pickle(self, staged: Staged, salvage: Salvage) -> None:
+        """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
 
         def to_host(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
@@ -385,23 +402,28 @@ class Exporter:
             return skeleton.dump(output, staged.places, to_host)
 
         try:
-            staged.payload, host = dump(staged.output)
+            payload, host = dump(staged.output)
         except Exception:
             # A place goes by id(): what salvage takes out must live on, or a tensor made meanwhile could have the same.
             placed = skeleton.find_tensors(staged.output, self.device.owns)
             if not salvage(staged.output, dump):
                 raise
-            staged.payload, host = dump(staged.output)
+            payload, host = dump(staged.output)
             del placed
-        staged.output = None
-        tail = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
-        nbytes = host.nbytes + tail
+        tail = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
+        nbytes = host.nbytes + len(tail)
         if nbytes:
             staged.host = SharedMemory.create("packer-host-arrays", nbytes)
             host.write_into(staged.host.buffer)
-            if tail:
-                staged.host.buffer[host.nbytes :] = staged.payload
-        return nbytes, tail
+            staged.host.buffer[host.nbytes :] = tail
+        staged.payload, staged.output = payload, None
+
+    def _send_skeleton(self, staged: Staged) -> None:
+        mac = skeleton.mac(self._mac_key, staged.output_id, staged.payload)
+        host_bytes = staged.host.nbytes if staged.host is not None else 0
+        in_host = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
+        payload = b"" if in_host else staged.payload
+        self._send_second(staged, Skeleton(staged.output_id, payload, mac, host_bytes, in_host, staged.plain))
 
     def _stage_late(self, staged: Staged) -> bool:
         """Give clones their slots as soon as some come back."""
@@ -437,8 +459,6 @@ class Exporter:
             self._hand_back(staged, broken)
         elif not known:
             self._settle(staged)  # withdrawn before the packer ever heard of it
-        else:
-            self._uplink.flush()
 
     # -- the uplink's client: its thread hears of acks -----------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import queue
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -79,6 +80,12 @@ class LeaseBook:
     def _died(self, reference: weakref.ref[np.ndarray]) -> None:
         self._deaths.put(self._alive.pop(id(reference))[1])
 
+    def forget(self, leases: Iterable[Lease]) -> None:
+        """These were never ours: what was granted of them gives nothing back when it dies."""
+        with self._lock:
+            for lease in leases:
+                self._uses.pop(lease.lease, None)
+
     def give_back(self, lease: Lease) -> None:
         """Return a lease that no array ever used."""
         with self._lock:
@@ -103,6 +110,8 @@ class LeaseBook:
             finished = []
             with self._lock:
                 for lease in deaths:
+                    if lease not in self._uses:
+                        continue  # forgotten
                     self._uses[lease] -= 1
                     if not self._uses[lease]:
                         del self._uses[lease]

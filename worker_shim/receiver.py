@@ -15,7 +15,7 @@ import torch
 
 from packer_service import protocol
 from packer_service.errors import PackerError, PeerClosed
-from packer_service.protocol import OutputReady
+from packer_service.protocol import Lease, OutputComing, OutputGone, OutputReady
 from packer_service.transport import Channel, close_fds
 from worker_shim import skeleton
 from worker_shim.heartbeat import Heartbeat
@@ -58,6 +58,15 @@ class Received(NamedTuple):
     error: str = ""
 
 
+class _Assembled(NamedTuple):
+    """An output over its leases, and what gives those back: the arrays, when nobody looks at them, and what has none."""
+
+    received: Received
+    leases: tuple[Lease, ...]
+    arrays: dict[tuple[int, int], np.ndarray]  # (piece, offset) -> its bytes
+    unused: dict[int, Lease]  # by piece
+
+
 class Receiver:
     """One engine session's reader. One thread calls ``receive``; outputs hold their leases themselves (``leases``)."""
 
@@ -79,6 +88,8 @@ class Receiver:
         self._described: queue.SimpleQueue[protocol.Described] = queue.SimpleQueue()
         self._mac_key = mac_key
         self._delivered = delivered
+        # By their first lease, which is a number never used twice. Their bytes are not there yet, and their leases not ours.
+        self._coming: dict[int, _Assembled] = {}
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next output. None where none came in time, or at once where none will come any more."""
@@ -123,47 +134,69 @@ class Receiver:
         if isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)
             return None
-        assert isinstance(message, OutputReady)
-        if not self._delivered.first(message.output):
-            logger.info("output %s came a second time and is dropped", message.output)
-            for lease in message.leases:
-                self.leases.give_back(lease)
+        if isinstance(message, OutputComing):
+            self._coming[message.leases[0].lease] = self._assemble(message, fds)
             return None
+        if isinstance(message, OutputGone):
+            if (gone := self._coming.pop(message.lease, None)) is not None:
+                self.leases.forget(gone.leases)
+            return None
+        assert isinstance(message, OutputReady)
         if message.error:
-            return Received(message.output, error=message.error)
+            return Received(message.output, error=message.error) if self._is_first(message.output) else None
+        assembled = self._coming.pop(message.leases[0].lease, None) if message.leases else None
+        if assembled is None:
+            assembled = self._assemble(message, fds)
+        for lease in assembled.unused.values():
+            self.leases.give_back(lease)
+        return assembled.received if self._is_first(message.output) else None
+
+    def _is_first(self, output_id: str) -> bool:
+        first = self._delivered.first(output_id)
+        if not first:
+            logger.info("output %s came a second time and is dropped", output_id)
+        return first
+
+    def _assemble(self, message: OutputComing | OutputReady, fds: list[int]) -> _Assembled:
+        """Put an output together over its leases. What goes wrong is that output's error."""
+        arrays: dict[tuple[int, int], np.ndarray] = {}
+        unused = dict(enumerate(message.leases))
         try:
-            return Received(message.output, self._build(message, fds))
+            received = Received(message.output, self._build(message, fds, arrays, unused))
         except Exception as error:  # whatever an unpickled class raises belongs to this output alone
             logger.exception("output %s cannot be put together", message.output)
-            return Received(message.output, error=f"output {message.output} cannot be put together: {error!r}")
+            received = Received(message.output, error=f"output {message.output} cannot be put together: {error!r}")
+        return _Assembled(received, message.leases, arrays, unused)
 
-    def _build(self, message: OutputReady, fds: list[int]) -> Any:
-        """The output over its leases; a lease that no array uses goes back at once, also when this raises."""
-        unused = {number: lease for number, lease in enumerate(message.leases)}
-        try:
-            host: Any = map_host_arrays(fds, message.host_nbytes) if message.host_nbytes else b""
-            payload: bytes | memoryview = message.payload
-            if message.payload_in_host:
-                payload = memoryview(host)[len(host) - message.payload_in_host :]
-            if not hmac.compare_digest(skeleton.mac(self._mac_key, message.output, payload), message.mac):
-                raise PackerError("its MAC is not our worker's")
-            specs, pickled = skeleton.array_specs(payload)
-            by_piece: dict[int, list[tuple[int, int]]] = {}
-            for spec in specs:
-                if spec.piece >= 0 and spec.nbytes:
-                    by_piece.setdefault(spec.piece, []).append((spec.offset, spec.nbytes))
-            arrays: dict[tuple[int, int], np.ndarray] = {}
-            for number, uses in by_piece.items():
-                for (offset, _), array in zip(uses, self.leases.grant(unused.pop(number), uses), strict=True):
-                    arrays[number, offset] = array
+    def _build(
+        self,
+        message: OutputComing | OutputReady,
+        fds: list[int],
+        arrays: dict[tuple[int, int], np.ndarray],
+        unused: dict[int, Lease],
+    ) -> Any:
+        """The output; its arrays go into ``arrays``, and their leases out of ``unused``."""
+        host: Any = map_host_arrays(fds, message.host_nbytes) if message.host_nbytes else b""
+        payload: bytes | memoryview = message.payload
+        if message.payload_in_host:
+            payload = memoryview(host)[len(host) - message.payload_in_host :]
+        if not hmac.compare_digest(skeleton.mac(self._mac_key, message.output, payload), message.mac):
+            raise PackerError("its MAC is not our worker's")
+        specs, pickled = skeleton.array_specs(payload)
+        by_piece: dict[int, list[tuple[int, int]]] = {}
+        for spec in specs:
+            if spec.piece >= 0 and spec.nbytes:
+                by_piece.setdefault(spec.piece, []).append((spec.offset, spec.nbytes))
+        for piece, uses in by_piece.items():
+            granted = self.leases.grant(unused[piece], uses)
+            del unused[piece]
+            for (offset, _), array in zip(uses, granted, strict=True):
+                arrays[piece, offset] = array
 
-            def find_staged(spec: ArraySpec) -> torch.Tensor:
-                return skeleton.tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
+        def find_staged(spec: ArraySpec) -> torch.Tensor:
+            return skeleton.tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
 
-            return skeleton.load(specs, pickled, find_staged, host)
-        finally:
-            for lease in unused.values():
-                self.leases.give_back(lease)
+        return skeleton.load(specs, pickled, find_staged, host)
 
     def describe(self, output_id: str, timeout_s: float) -> str:
         """How far the packer is with an output, in words. Any thread but the one in ``receive``."""
@@ -181,5 +214,6 @@ class Receiver:
     def close(self) -> None:
         """End the session: the packer frees what no tensor here still looks at. Tensors that are out stay valid."""
         self._channel.shutdown()
+        self._coming.clear()
         self.leases.close()
         self._channel.close()

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import enum
+import functools
 import hashlib
 import hmac
 import io
@@ -34,6 +36,7 @@ from packer_service.extents import align
 INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
 ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
 _MAX_DEPTH = 12
+_PLAIN_ITEMS = 512
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
@@ -94,45 +97,92 @@ class HostArrays:
             target[offset : offset + array.nbytes] = array
 
 
-def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-    """The tensors in the containers and dataclasses of ``output`` that ``wanted`` accepts, each object once, in order.
+class Survey(NamedTuple):
+    """What ``survey`` found: the wanted tensors, each object once, in order, and whether the output is plain.
 
-    Looks into dicts, lists, tuples and dataclasses: what vllm-omni's own packing looks into, and media. A tensor hidden
+    A plain output holds nothing beside those tensors but a few hundred values of Python's own, in containers, enums and
+    dataclasses that pickle in the default way. So it is pickled in no time, and taking it out of the pickle runs nobody's
+    code, which could read a tensor whose bytes are not there yet.
+    """
+
+    tensors: list[torch.Tensor]
+    plain: bool
+
+
+def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
+    """Look into the containers and dataclasses of ``output`` for tensors that ``wanted`` accepts.
+
+    It looks into dicts, lists, tuples and dataclasses: what vllm-omni's own packing looks into, and media. A tensor hidden
     elsewhere is found when the skeleton is pickled.
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
+    items = 0
+    plain = True
     # A stack rather than a function that calls itself: such a closure is a reference cycle, which would keep the output,
     # and its device memory, until the garbage collector comes by.
     stack: list[tuple[Any, int]] = [(output, 0)]
     while stack:
         value, depth = stack.pop()
+        kind: Any = type(value)
         children: Any
         if isinstance(value, dict):
             children = value.values()
+            plain = plain and all(type(key) in _LEAVES for key in value)
         elif isinstance(value, (list, tuple)):
             children = value
         elif isinstance(value, torch.Tensor):
-            if is_plain_tensor(value) and wanted(value):
+            if not is_plain_tensor(value):
+                plain = False
+            elif wanted(value):
                 found.setdefault(id(value), value)
+            elif value.device.type != "cpu" or value.nbytes > INLINE_BYTES:
+                plain = False
             continue
-        elif hasattr(type(value), "__dataclass_fields__"):
+        elif hasattr(kind, "__dataclass_fields__"):
             children = (
                 vars(value).values()
                 if hasattr(value, "__dict__")
                 else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
             )
         else:
+            plain = plain and (kind in _LEAVES or isinstance(value, enum.Enum))
             continue
-        if depth < _MAX_DEPTH and id(value) not in seen:
+        if depth >= _MAX_DEPTH:
+            plain = False
+        elif id(value) not in seen:
             seen.add(id(value))
+            plain = plain and (kind in _CONTAINERS or _pickles_by_default(kind))
+            items += len(children)
             inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
             inner.reverse()
             stack += inner
-    return list(found.values())
+    return Survey(list(found.values()), plain and items <= _PLAIN_ITEMS)
+
+
+def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """The tensors of ``survey``."""
+    return survey(output, wanted).tensors
+
+
+@functools.cache
+def _pickles_by_default(kind: Any) -> bool:
+    """Whether what comes out of a pickle of this dataclass is filled by pickle itself, or by what ``dataclasses`` wrote."""
+    setstate = getattr(kind, "__setstate__", None)
+    return (
+        hasattr(kind, "__dataclass_fields__")
+        and not issubclass(kind, (dict, list, tuple))
+        and kind not in copyreg.dispatch_table
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
+        and (setstate is None or setstate.__module__ == dataclasses.__name__)
+    )
 
 
 _LEAVES = frozenset({type(None), str, int, float, bool, bytes})
+_CONTAINERS = frozenset({dict, list, tuple})
 
 
 def is_plain_tensor(value: object) -> bool:

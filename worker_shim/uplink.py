@@ -87,6 +87,11 @@ class Uplink:
     def connected(self) -> bool:
         return self._channel is not None
 
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something that was posted waits for room."""
+        return bool(self._outbox)
+
     def post(self, message: Message, fd: int | None = None) -> None:
         """Send now if that does not block, else leave it to the next ``flush`` or the ack thread. Order is kept.
 

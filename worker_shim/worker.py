@@ -145,7 +145,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             job = _OwnPath(output_id, output, current_omni_platform.record_device_event())
         with self._async_output_done:
             self._async_output_pending += 1
-        # Note [Nothing may raise after COMPUTE_DONE]. The job comes second: the export thread it wakes competes for the GIL.
+        # Note [Nothing may raise after COMPUTE_DONE]. The rest of the output comes second: it takes time.
         sent = False
         try:
             self._enqueue_result(
@@ -153,7 +153,14 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             )
             sent = True
         finally:
-            self._async_output_queue.put(job if sent else _Unsent(job))
+            self._pass_on(job, sent)
+
+    def _pass_on(self, job: Staged | _OwnPath, sent: bool) -> None:
+        """Send what is left of an output, or have the export thread do it. ``sent``: the engine was promised it."""
+        if not sent:
+            self._async_output_queue.put(_Unsent(job))
+        elif self.exporter is None or isinstance(job, _OwnPath) or not self.exporter.submit_now(job):
+            self._async_output_queue.put(job)
 
     def _reply(self, reply: Any, rpc_id: str | None) -> None:
         """A reply that vllm-omni packs right here, on this thread: a step's, or a DP wave's.
@@ -171,7 +178,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             sent = True
         finally:
             for one in staged:
-                self._async_output_queue.put(one if sent else _Unsent(one))
+                self._pass_on(one, sent)
 
     def _replace(self, staged: list[Staged], output: DiffusionOutput) -> DiffusionOutput:
         """The placeholder of ``output``, which is staged; or itself, where it stays as it is; or its error."""
