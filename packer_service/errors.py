@@ -57,3 +57,7 @@ class PoolExhausted(PackerError):
 
 class PackerUnavailable(PackerError):
     """No packer can be had: it did not start, cannot be reached, or a probe of its device failed."""
+
+
+class PackerAbsent(PackerUnavailable):
+    """No packer listens at a socket, or not for this user yet: what is so while it starts, and may pass by itself."""

@@ -37,6 +37,7 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._taken = 0
+        self._returning = 0  # of those that are taken: of segments that are being closed
         self._pools: list[Pool] = []
         self._lock = threading.Lock()
 
@@ -64,10 +65,27 @@ class Budget:
         with self._lock:
             self._taken -= nbytes
 
+    def close_segment(self, segment: Segment) -> None:
+        """Its bytes are free once it is closed: that waits for the forwards that streams wait for."""
+        with self._lock:
+            self._returning += segment.memory.nbytes
+        segment.close(functools.partial(self._returned, segment.memory.nbytes))
+
+    def _returned(self, nbytes: int) -> None:
+        with self._lock:
+            self._returning -= nbytes
+            self._taken -= nbytes
+
     @property
     def left(self) -> int:
         with self._lock:
             return self.max_bytes - self._taken
+
+    def describe(self) -> str:
+        """The limit, and how much of it is on its way back."""
+        with self._lock:
+            returning = f" ({self._returning} bytes of it are being given back)" if self._returning else ""
+        return f"pool_max_bytes = {self.max_bytes}{returning}"
 
 
 class Segment:
@@ -225,7 +243,7 @@ class Pool:
     # -- exhaustion ----------------------------------------------------------------------------------------------------
 
     def _why_exhausted(self, nbytes: int) -> str:
-        reason = self._growth_error or f"at its limit pool_max_bytes = {self._budget.max_bytes}"
+        reason = self._growth_error or f"at its limit {self._budget.describe()}"
         return (
             f"no room for {nbytes} bytes: {self._holds()} and the pool is {reason}."
             " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
@@ -347,7 +365,7 @@ class Pool:
     def _discard(self, segments: list[Segment]) -> None:
         for segment in segments:
             self.on_trim(segment.number)
-            segment.close(functools.partial(self._budget.give_back, segment.memory.nbytes))
+            self._budget.close_segment(segment)
             logger.info("pool gives %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
@@ -389,5 +407,5 @@ class Pool:
             self._leased.clear()
         self._budget.leave(self)
         for segment in segments:
-            segment.close(functools.partial(self._budget.give_back, segment.memory.nbytes))
+            self._budget.close_segment(segment)
         self._device.drain()

@@ -48,12 +48,13 @@ class Server:
 
     def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
         self.settings = settings
+        self._uids = settings.uids()
+        self._path = Path(settings.socket)
+        _make_way(self._path)  # a packer too many refuses before it takes memory of the device and of the host
         self.device = open_device(settings.device)
         self.refused = 0  # peers; written under _changed
         self._managed = managed
         self._key = key
-        self._uids = settings.uids()
-        self._path = Path(settings.socket)
         self._changed = threading.Condition()
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
@@ -377,7 +378,28 @@ def raise_descriptor_limit() -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at ``path`` in a directory that is ours alone (or a group's). A stale socket is replaced, a live one is not."""
+    """Listen at ``path``, see ``_make_way``."""
+    _make_way(path)
+    sock = _new_socket()
+    try:
+        mask = os.umask(0o117)  # group may connect; the directory and the uids say who
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(mask)
+        sock.listen(64)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _make_way(path: Path) -> None:
+    """Have a directory for ``path`` that is ours alone (or a group's). A stale socket is removed, for a live one we refuse."""
     directory = path.parent
     if path == Path():
         raise SettingError("socket is not set: it names the path at which engine and workers reach this packer")
@@ -395,30 +417,18 @@ def _listen(path: Path) -> socket.socket:
             f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody:"
             " give the socket a directory of its own, such as /run/packer"
         )
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
-                probe.settimeout(5.0)  # one that is stopped and whose queue is full would never answer
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    logger.info("a stale socket is replaced: %s", path)
-                except OSError as error:
-                    raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
-                else:
-                    raise SettingError(f"another packer listens at {str(path)!r}: give each its own socket")
-            with suppress(FileNotFoundError):
-                path.unlink()
-        mask = os.umask(0o117)  # group may connect; the directory and the uids say who
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(mask)
-        sock.listen(64)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
+        with _new_socket() as probe:
+            probe.settimeout(5.0)  # one that is stopped and whose queue is full would never answer
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                logger.info("a stale socket is replaced: %s", path)
+            except OSError as error:
+                raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
+            else:
+                raise SettingError(f"another packer listens at {str(path)!r}: give each its own socket")
+        with suppress(FileNotFoundError):
+            path.unlink()

@@ -20,6 +20,7 @@ from packer_service import protocol
 from packer_service.errors import (
     DescriptorLost,
     HandshakeError,
+    PackerAbsent,
     PackerUnavailable,
     PeerClosed,
     PeerHung,
@@ -255,7 +256,8 @@ def connect(
     """Connect to the packer listening at ``path`` and prove the key to each other, within ``timeout_s``.
 
     ``hang_s``: how long a later send may wait for room; 0: as long as it takes.
-    PackerUnavailable where nobody listens, HandshakeError where the packer refuses or does not know the key.
+    PackerAbsent where nobody listens (PackerUnavailable where nobody ever can), HandshakeError where the packer refuses or
+    does not know the key.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     channel = Channel(sock, protocol.from_server)
@@ -266,12 +268,13 @@ def connect(
         try:
             sock.connect(path)
         except PermissionError as error:
-            raise PackerUnavailable(
+            raise PackerAbsent(
                 f"uid {os.geteuid()} may not reach {path} ({error.strerror}): the socket and its directory admit"
                 " the packer's user, and its group where their modes say so"
             ) from error
         except OSError as error:
-            raise PackerUnavailable(
+            absent = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+            raise (PackerAbsent if absent else PackerUnavailable)(
                 f"no packer listens at {path} ({error.strerror or error}): start one there, or correct the setting socket"
             ) from error
         challenge = cast(Challenge, _expect(channel, timeout_s, Challenge))

@@ -138,14 +138,14 @@ class Kept:
 
 
 @contextlib.contextmanager
-def managed(**given: Any) -> Iterator[Kept]:
-    """A packer that a supervisor keeps on the host device, and its engine's end."""
+def managed(device: str = "host", **given: Any) -> Iterator[Kept]:
+    """A packer that a supervisor keeps on ``device``, and its engine's end."""
     from worker_shim.supervisor import Supervisor
 
     settings = {"pool_bytes": "2MiB", "pool_step_bytes": "2MiB", "pool_max_bytes": "64MiB", **given}
     supervisor = Supervisor(Settings.load({**SETTINGS, **settings}, {}))
     try:
-        packer = supervisor.start("host")
+        packer = supervisor.start(device)
         kept = Kept(packer.socket, supervisor.key, functools.partial(supervisor.restart, packer), **settings)
         try:
             yield kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,7 +129,7 @@ def long_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Make it so that no packer can be had, and return the settings to go with it."""
     if why == "nobody listens":
-        return {**settings_of(sidecar, tmp_path), "socket": str(tmp_path / "nobody.sock")}
+        return {**settings_of(sidecar, tmp_path), "socket": str(tmp_path / "nobody.sock"), "start_timeout_s": 0.2}
     if why == "wrong key":
         return {**settings_of(sidecar, tmp_path), "key_file": key_file(tmp_path, secrets.token_hex(32).encode())}
     if why == "no socket":
@@ -145,7 +146,10 @@ def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 WHY = {
-    "nobody listens": (PackerUnavailable, "no packer listens at .*nobody.sock"),
+    "nobody listens": (
+        PackerUnavailable,
+        r"no packer listens at .*nobody.sock.* The engine waited 0\.\d+ s for it \(setting start_timeout_s\)",
+    ),
     "wrong key": (
         HandshakeError,
         "the key is not this packer's: give both sides the same file in the setting key_file",
@@ -186,6 +190,7 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     executor = object.__new__(PackerDiffusionExecutor)
     executor.od_config = SimpleNamespace(step_execution=True)
     executor._keepers, executor._supervisor, executor._delivered = [], None, Delivered()
+    executor._leaving = threading.Event()
     with warnings_logged() as warnings:
         handoff = executor._open_packers(Settings.load(settings))
     assert len(warnings) == 1

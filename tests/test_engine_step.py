@@ -226,6 +226,7 @@ def test_a_packer_killed_while_steps_go_on_costs_no_request(residue, reference):
 
 def test_with_no_packer_to_be_had_step_mode_is_vllm_omnis_own(residue, reference, tmp_path):
     settings = {"mode": "sidecar", "socket": str(tmp_path / "nobody.sock"), "key_file": str(tmp_path / "key")}
+    settings["start_timeout_s"] = 0.2
     (tmp_path / "key").touch(mode=0o600)
     (tmp_path / "key").write_text("k" * 32)
     requests = [{"seed": seed, **IMAGE} for seed in range(2)]

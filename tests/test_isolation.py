@@ -152,7 +152,10 @@ def failed(packer: Packer) -> str:
 
 def test_a_second_packer_at_the_same_socket_refuses_and_the_first_serves_on(tmp_path):
     with running_packer(tmp_path / "run") as packer, session(packer) as (engine, worker):
-        assert "another packer listens at" in failed(Packer(tmp_path / "run"))
+        second = Packer(tmp_path / "run")
+        assert "another packer listens at" in failed(second)
+        assert "pool grew" in packer.log
+        assert "pool grew" not in second.log, "it took the memory of a packer before it found that it may not be one"
         transfer(engine, worker)
         with session(packer) as (another, its_worker):
             transfer(another, its_worker)

@@ -200,6 +200,25 @@ def test_an_idle_pool_gives_back_what_exceeds_its_start_and_tells_which_segment_
     assert gone[0][1] >= 2, "on_trim came after the segment was gone"
 
 
+def test_at_its_limit_the_error_says_how_much_of_it_is_being_given_back(new_pool, device):
+    """The driver closes nothing while a stream waits for a forward: until then, what has left an idle pool counts."""
+    budget, forward = Budget(8 * MIB), threading.Event()
+    device._closer.submit_wait(forward.is_set, nothing)
+    try:
+        pool = new_pool(budget=budget, idle_s=0.05)
+        for region in [pool.allocate(2 * MIB, DEADLINE_S) for _ in range(2)]:
+            pool.release(region.number)
+        wait_until(lambda: 0 < budget._returning == 6 * MIB - budget.left, "all of the surplus leaves the pool")
+        returning = budget._returning
+        with pytest.raises(PoolExhausted, match=rf"pool_max_bytes = 8388608 \({returning} bytes of it are being given"):
+            pool.allocate(8 * MIB)
+    finally:
+        forward.set()
+    wait_until(lambda: budget.left == 6 * MIB, "it is given back")
+    with pytest.raises(PoolExhausted, match=r"at its limit pool_max_bytes = 8388608\. "):
+        pool.allocate(8 * MIB)
+
+
 def test_a_segment_in_use_never_leaves_an_idle_pool(new_pool):
     pool = new_pool(8 * MIB, idle_s=0.05)
     one, other = pool.allocate(2 * MIB, DEADLINE_S), pool.allocate(2 * MIB, DEADLINE_S)

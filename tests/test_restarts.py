@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from packer_service.config import Settings
+from packer_service.errors import HandshakeError, PackerAbsent, PackerUnavailable
 from worker_shim import restarts
-from worker_shim.restarts import RestartBudget, Retries
+from worker_shim.restarts import Arrival, RestartBudget, Retries
 
 SETTINGS = Settings(restart_wait_s=4.0, max_restarts=2, restart_window_s=60.0, retry_s=30.0)
 
@@ -156,3 +157,78 @@ def test_closing_ends_a_pause(clock, monkeypatch):
     loss = Loss(clock)
     monkeypatch.setattr(clock, "wait", lambda timeout: True)
     assert not loss.wait("gone")
+
+
+# -- the first connection ----------------------------------------------------------------------------------------------
+
+
+class Starting:
+    """A packer that listens from ``listens_at`` on; ``given`` are the seconds that each try could take."""
+
+    def __init__(self, clock, listens_at: float = math.inf) -> None:
+        self.given: list[float] = []
+        self._clock = clock
+        self._listens_at = listens_at
+
+    def connect(self, timeout_s: float) -> str:
+        self.given.append(timeout_s)
+        if self._clock.now < self._listens_at:
+            raise PackerAbsent("no packer listens")
+        return "channel"
+
+
+def arrival(clock, start_timeout_s: float = 10.0) -> Arrival:
+    return Arrival(Settings(start_timeout_s=start_timeout_s, handshake_timeout_s=2.0), clock)
+
+
+def test_a_packer_that_is_there_is_not_waited_for(clock):
+    starting = Starting(clock, listens_at=0.0)
+    assert arrival(clock).connect(starting.connect) == "channel"
+    assert clock.pauses == []
+    assert starting.given == [10.0]
+
+
+def test_a_packer_that_comes_later_is_tried_in_growing_pauses(clock):
+    starting = Starting(clock, listens_at=clock.now + 5.0)
+    assert arrival(clock).connect(starting.connect) == "channel"
+    assert clock.pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
+    assert starting.given[-1] == pytest.approx(10.0 - sum(clock.pauses))
+
+
+def test_one_that_comes_at_the_last_moment_still_has_the_time_of_a_handshake(clock):
+    starting = Starting(clock, listens_at=clock.now + 10.0)
+    assert arrival(clock).connect(starting.connect) == "channel"
+    assert sum(clock.pauses) == pytest.approx(10.0)
+    assert starting.given[-1] == 2.0
+
+
+def test_a_packer_that_does_not_come_is_told_with_how_long_it_was_waited_for(clock):
+    with pytest.raises(
+        PackerUnavailable, match=r"no packer listens\. The engine waited 10 s for it \(setting start_timeout_s\)"
+    ):
+        arrival(clock).connect(Starting(clock).connect)
+    assert sum(clock.pauses) == pytest.approx(10.0)
+
+
+def test_all_packers_of_an_engine_are_waited_for_together(clock):
+    one = arrival(clock)
+    assert one.connect(Starting(clock, listens_at=clock.now + 7.0).connect) == "channel"
+    with pytest.raises(PackerUnavailable, match="The engine waited 10 s for it"):
+        one.connect(Starting(clock).connect)
+    assert sum(clock.pauses) == pytest.approx(10.0)
+
+
+def test_a_packer_that_refuses_is_not_waited_for(clock):
+    def refuse(timeout_s):
+        raise HandshakeError("the key is not this packer's")
+
+    with pytest.raises(HandshakeError):
+        arrival(clock).connect(refuse)
+    assert clock.pauses == []
+
+
+def test_closing_ends_the_wait_for_the_first_connection(clock):
+    clock.set()
+    with pytest.raises(PackerUnavailable, match="shutting down"):
+        arrival(clock).connect(Starting(clock).connect)
+    assert len(clock.pauses) == 1

@@ -17,7 +17,14 @@ import pytest
 from packer_process import DEADLINE_S, wait_until
 
 from packer_service import protocol, transport
-from packer_service.errors import HandshakeError, PackerError, PackerUnavailable, PeerClosed, ProtocolError
+from packer_service.errors import (
+    HandshakeError,
+    PackerAbsent,
+    PackerError,
+    PackerUnavailable,
+    PeerClosed,
+    ProtocolError,
+)
 from packer_service.memory import create_memfd
 from packer_service.protocol import Ack, Challenge, Export, MapTimeline, Refused, Release, Welcome
 from packer_service.transport import Channel
@@ -239,8 +246,18 @@ def test_where_nobody_listens_the_packer_is_unavailable(tmp_path, left_behind):
     if left_behind:
         with seqpacket() as gone:
             gone.bind(str(path))
-    with pytest.raises(PackerUnavailable, match=f"no packer listens at {path}"):
+    with pytest.raises(PackerAbsent, match=f"no packer listens at {path}"):
         transport.connect(str(path), KEY, "worker", SESSION)
+
+
+def test_where_something_else_listens_no_packer_will_come_by_itself(tmp_path):
+    path = tmp_path / "sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.bind(str(path))
+        stream.listen()
+        with pytest.raises(PackerUnavailable, match=f"no packer listens at {path}") as raised:
+            transport.connect(str(path), KEY, "worker", SESSION)
+    assert not isinstance(raised.value, PackerAbsent)
 
 
 def test_a_socket_that_this_user_may_not_reach_is_told_from_one_where_nobody_listens(monkeypatch, listener):
@@ -248,7 +265,7 @@ def test_a_socket_that_this_user_may_not_reach_is_told_from_one_where_nobody_lis
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(transport.socket.socket, "connect", refuse)
-    with pytest.raises(PackerUnavailable, match=rf"uid {os.geteuid()} may not reach {listener.getsockname()}"):
+    with pytest.raises(PackerAbsent, match=rf"uid {os.geteuid()} may not reach {listener.getsockname()}"):
         connect(listener)
 
 

@@ -1,8 +1,8 @@
 """PackerDiffusionExecutor: the drop-in. vllm-omni's multi-process executor, whose worker outputs come from packers.
 
 Note [What starts when, and what ends it]
-start   compatibility check -> packers (managed) or connections (sidecar) -> engine sessions -> workers, which join the
-        session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
+start   compatibility check -> packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
+        join the session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
 end     vllm-omni's own shutdown (workers, then pumps) -> packers -> engine sessions. If the engine is killed instead, its
         workers get vllm-omni's death signal and a managed packer sees its session end.
 between a packer that dies is brought back by its keeper; a worker that dies ends everything, as vllm-omni has it, but not
@@ -32,6 +32,7 @@ from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
 from worker_shim.placeholder import Unclaimed, in_reply
 from worker_shim.receiver import Delivered
+from worker_shim.restarts import Arrival
 from worker_shim.result_queue import OnceQueue
 from worker_shim.step import LateQueue
 from worker_shim.supervisor import Supervisor
@@ -91,6 +92,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_executor(self) -> None:
         self._shutdown_lock = threading.RLock()
+        self._leaving = threading.Event()
         self._supervisor: Supervisor | None = None
         self._keepers: list[PackerKeeper] = []
         self._handoff: Handoff | None = None
@@ -100,6 +102,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._unclaimed = Unclaimed(self.drop_output)
         try:
             self._handoff = self._open_packers(settings)
+            if self._leaving.is_set():
+                raise PackerUnavailable("the executor is shutting down")
             super()._init_executor()
             if self.od_config.step_execution:
                 self._start_late_pumps()
@@ -122,8 +126,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._reply_ranks = reply_ranks(self.od_config)
             packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
+            arrival = Arrival(settings, self._leaving) if settings.mode == "sidecar" else None
             for socket, restart in packers.items():
-                keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart)
+                keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart, arrival)
                 self._keepers.append(keeper)
                 device = keeper.welcome
                 logger.info(
@@ -131,7 +136,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                 )
         except (PackerError, OSError) as error:
             self._close_packers()
-            if settings.fallback == "fail":
+            if settings.fallback == "fail" or self._leaving.is_set():
                 raise
             logger.warning(
                 "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
@@ -306,6 +311,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def shutdown(self) -> None:
         """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first."""
+        self._leaving.set()
+        if not hasattr(self, "_closed"):  # it still looks for packers: that ends now, and closes what it has opened
+            return
         with self._shutdown_lock:
             for keeper in self._keepers:
                 keeper.stop()

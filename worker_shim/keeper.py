@@ -13,7 +13,7 @@ from packer_service.protocol import Welcome
 from packer_service.transport import Channel
 from worker_shim.log import get_logger
 from worker_shim.receiver import Delivered
-from worker_shim.restarts import RestartBudget, Retries
+from worker_shim.restarts import Arrival, RestartBudget, Retries
 from worker_shim.result_queue import PackerResultQueue
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ class PackerKeeper:
     """Owns the connection of one engine session to one packer, and the queue that reads it.
 
     ``restart`` starts a managed packer again; None where somebody else does. One thread, which sleeps until the queue says
-    that its connection ended. Making one raises PackerError where the packer cannot be reached.
+    that its connection ended. Making one raises PackerError where the packer cannot be reached; ``arrival`` has it waited for.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class PackerKeeper:
         delivered: Delivered,
         settings: Settings,
         restart: Callable[[], None] | None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.socket = socket
         self.welcome: Welcome
@@ -47,7 +48,7 @@ class PackerKeeper:
         self._budget = RestartBudget(settings)
         self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # why each connection ended
         self._closing = threading.Event()
-        channel = self._connect(settings.start_timeout_s)
+        channel = arrival.connect(self._connect) if arrival else self._connect(settings.start_timeout_s)
         self.queue = PackerResultQueue(channel, mac_key, delivered, settings.hang_s, self._ends.put)
         self._thread = threading.Thread(target=self._keep, name="packer-keeper", daemon=True)
         self._thread.start()

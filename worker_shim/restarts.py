@@ -1,4 +1,4 @@
-"""How often a packer may go away before it is left alone for a while, and when a lost one is tried again."""
+"""How long a packer is waited for at the start, and when a lost one is tried again or left alone for a while."""
 
 from __future__ import annotations
 
@@ -9,8 +9,48 @@ import time
 from collections.abc import Callable, Iterator
 
 from packer_service.config import Settings
+from packer_service.errors import PackerAbsent, PackerUnavailable
+from packer_service.transport import Channel
+from worker_shim.log import get_logger
+
+logger = get_logger(__name__)
 
 _LONGEST_PAUSE_S = 1.0
+_FIRST_PAUSES_S = (0.05,)
+
+
+class Arrival:
+    """The wait for packers that somebody else starts, maybe just now: ``start_timeout_s`` for all of an engine's together.
+
+    Only for one that is not there yet: one that answers is taken at its word. ``closing`` ends the wait.
+    """
+
+    def __init__(self, settings: Settings, closing: threading.Event) -> None:
+        self._settings = settings
+        self._closing = closing
+        self._begin = time.monotonic()
+        self._limit = self._begin + settings.start_timeout_s
+
+    def connect(self, connect: Callable[[float], Channel]) -> Channel:
+        """What ``connect`` makes once somebody is there, given the seconds it may take. PackerUnavailable where nobody came."""
+        pauses_s = _doubling(_FIRST_PAUSES_S)
+        said = False
+        while True:
+            left_s = self._limit - time.monotonic()
+            try:
+                return connect(max(left_s, self._settings.handshake_timeout_s))
+            except PackerAbsent as error:
+                left_s = self._limit - time.monotonic()
+                if left_s <= 0:
+                    waited_s = time.monotonic() - self._begin
+                    raise PackerUnavailable(
+                        f"{error}. The engine waited {waited_s:.3g} s for it (setting start_timeout_s)"
+                    ) from error
+                if not said:
+                    logger.info("waiting up to %.3g s for a packer (setting start_timeout_s): %s", left_s, error)
+                    said = True
+            if self._closing.wait(min(next(pauses_s), left_s)):
+                raise PackerUnavailable("the executor is shutting down")
 
 
 class RestartBudget:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from packer_service import memory, protocol, transport
-from packer_service.devices import host
+from packer_service.devices import cuda, host
+from packer_service.devices.cuda import call, driver
 from packer_service.errors import DeviceError
 
 _FAULTS = Path(os.environ["PACKER_FAULTS"])
@@ -35,7 +37,9 @@ def install() -> None:
     host.HostStream.copy_to_host = _copy_to_host  # type: ignore[method-assign]
     host.HostDevice.__init__ = _open_device  # type: ignore[method-assign]
     host.HostDevice.register = _failing("register", DeviceError("CUDA_ERROR_OUT_OF_MEMORY"))  # type: ignore[method-assign]
-    host.HostDevice.failure = lambda self: "CUDA_ERROR_ILLEGAL_ADDRESS" * _is_set("sticky")  # type: ignore[method-assign]
+    host.HostDevice.failure = lambda self: _failure()  # type: ignore[method-assign]
+    host.HostTimeline.wait = _wait_timeline  # type: ignore[method-assign]
+    cuda.CudaDevice.__init__ = _open_cuda_device  # type: ignore[method-assign]
     memory.create_memfd = _failing("memfd", OSError(errno.EMFILE, "injected"), memory.create_memfd)
     memory.mmap.mmap = _failing("mmap", OSError(errno.ENOMEM, "injected"), memory.mmap.mmap)  # type: ignore[misc]
     memory.ThreadPoolExecutor.submit = _failing(  # type: ignore[method-assign]
@@ -67,17 +71,87 @@ def _open_device(self: Any) -> None:
     if _is_set("context"):
         raise DeviceError("cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE")
     _open(self)
+    _break_when_told(_trapped.set)
 
 
 def _copy_to_host(self: Any, address: int, arena: Any, offset: int, nbytes: int) -> None:
     """The copy in two halves, with the point "copy" between them."""
 
     def copy() -> None:
-        if _is_set("sticky"):
-            raise DeviceError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        _raise_failure()
         half, source = nbytes // 2, arena.address + offset
         ctypes.memmove(address, source, half)
         _wait_while_set("copy")
+        _raise_failure()
         ctypes.memmove(address + half, source + half, nbytes - half)
 
     self._calls.append(copy)
+
+
+# -- a device that breaks for good -------------------------------------------------------------------------------------
+
+_trapped = threading.Event()  # the host device, by the fault "trap"
+
+
+def _failure() -> str:
+    return "CUDA_ERROR_ILLEGAL_ADDRESS" if _trapped.is_set() or _is_set("sticky") else ""
+
+
+def _raise_failure() -> None:
+    if failure := _failure():
+        raise DeviceError(failure)
+
+
+def _wait_timeline(self: Any, value: int) -> None:
+    """As a stream waits: also until the device breaks."""
+    while self.page.counter < value and not self._closed.wait(0.0005):
+        if _trapped.is_set():
+            _raise_failure()
+
+
+_KERNELS = ctypes.create_string_buffer(
+    b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry idle() { ret; }
+.visible .entry break_context() { trap; }
+"""
+)
+_open_cuda = cuda.CudaDevice.__init__
+
+
+def _open_cuda_device(self: Any, index: int) -> None:
+    """The real device, and the fault "trap": a kernel of the packer's own that traps, which breaks its context for good.
+
+    On the stream on which nothing waits, for on another it might never run. Loaded and run once for nothing here: whatever
+    the driver does the first time could wait for a stream that waits.
+    """
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+    _open_cuda(self, index)
+    module = call(driver.cuModuleLoadData, ctypes.addressof(_KERNELS))
+    idle, trap = (call(driver.cuModuleGetFunction, module, name) for name in (b"idle", b"break_context"))
+
+    def launch(kernel: Any) -> None:
+        call(driver.cuLaunchKernel, kernel, 1, 1, 1, 1, 1, 1, 0, self._shared_stream, 0, 0)
+
+    def break_context() -> None:
+        self.bind_thread()
+        launch(trap)
+
+    launch(idle)
+    call(driver.cuStreamSynchronize, self._shared_stream)
+    _break_when_told(break_context)
+
+
+def _break_when_told(break_device: Callable[[], None]) -> None:
+    """Once, for one "trap": the packer that comes next shall work."""
+
+    def watch() -> None:
+        while not _is_set("trap"):
+            time.sleep(0.001)
+        (_FAULTS / "trap").unlink()
+        break_device()
+        (_FAULTS / "trap.reached").touch()
+
+    threading.Thread(target=watch, name="trap", daemon=True).start()
