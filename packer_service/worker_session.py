@@ -166,6 +166,7 @@ class WorkerSession:
             self._channel.shutdown()  # so that it exports elsewhere what it has here
         except (DeviceError, OSError) as error:
             logger.error("worker %s cannot be served and is disconnected: %s", self.name, error)
+            self._check_device()  # what broke it may have been somebody else's
             reason = f"the packer cannot serve this worker: {error}"
             refuse(self._channel, reason)
             self._channel.shutdown()
@@ -377,6 +378,7 @@ class WorkerSession:
                 transfer.regions.append(self.engine.pool.allocate(piece.nbytes, timeout_s))
         except PackerError as error:
             if last:
+                self._check_device()  # what keeps the pool from growing
                 transfer.abandoned = str(error)
                 self.engine.pool.complain()
             return
