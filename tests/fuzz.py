@@ -59,6 +59,7 @@ from packer_service.protocol import (
 
 MAX_GROWTH_BYTES = 16 * MIB  # of the packer's own memory: the allocator's arenas, which come with threads, vary by less
 FRAMES_A_VISIT = 40
+FINISH_S = 120.0  # for all that has piled up
 _OUTPUTS = [f"output-{n}" for n in range(6)]
 _SIZES = (0, 1, 100, 4096, MIB, 2 * MIB, 2 * MIB + 1, 1 << 40, 1 << 62)
 _NUMBERS = (0, 1, 2, 3, 7, 4095, 4096, 1 << 31, 1 << 32, (1 << 62) - 1, 1 << 62)
@@ -276,6 +277,8 @@ class Live:
     @contextlib.contextmanager
     def joined(self) -> Iterator[tuple[Peer, Peer]]:
         """An engine and its worker, past their handshakes, most of the time with a timeline and a chunk."""
+        # On a busy machine a packer may be so far behind with the ends of earlier visits that it takes no more sessions.
+        wait_until(lambda: footprint(self.packer)["threads"] < 50, "the packer ends earlier sessions", FINISH_S)
         name, self.leases, self.exported = self.rng.randbytes(8).hex(), [], []
         with (
             contextlib.closing(self.packer.connect("engine", name)) as engine,

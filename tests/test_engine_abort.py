@@ -234,23 +234,18 @@ def test_what_is_pending_says_how_far_the_packer_is_with_it(clean):
 # -- a pump that ends --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["request", "step"])
-def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(mode, monkeypatch, caplog):
-    pipeline, config = MODES[mode]
+def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(running, monkeypatch, caplog):
+    """The last test of each engine, which does not survive it: ``running`` sees that nothing is left."""
     # Pytest keeps what is logged, and a record of the traceback would keep the output.
     caplog.set_level(logging.CRITICAL, logger="vllm.worker_shim.executor")
-    residue = Residue()
     failed = threading.Event()
-    with packer_engine(pipeline, **config) as engine:
-        engine.executor.register_failure_callback(failed.set)
+    running.executor.register_failure_callback(failed.set)
 
-        def broken(*args: Any) -> None:
-            raise KeyError("a bug")
+    def broken(*args: Any) -> None:
+        raise KeyError("a bug")
 
-        monkeypatch.setattr(engine.executor, "_finish_output", broken)
-        results = run(engine, *({"seed": seed, **IMAGE} for seed in range(3)))
-        assert all(result.error is not None for result in results)
-        assert failed.wait(DEADLINE_S)
-        assert engine.executor.is_dead
-        del results
-    residue.assert_none()
+    monkeypatch.setattr(running.executor, "_finish_output", broken)
+    results = run(running, *({"seed": seed, **IMAGE} for seed in range(3)))
+    assert all(result.error is not None for result in results)
+    assert failed.wait(DEADLINE_S)
+    assert running.executor.is_dead

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.engine
 
 IMAGE = {"height": 512, "width": 512}  # 3 MiB of float32: a piece, and a lease, of its own
 CHUNKS = 3
+POOL = {"pool_bytes": 256 * MIB}  # not the GiB of the default: five packers are there at once
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +68,28 @@ def residue(reference: Any) -> Residue:
 
 @pytest.fixture(scope="module")
 def step(residue: Residue) -> Iterator[RunningEngine]:
-    with packer_engine("StepPipeline", **STEP) as running:
+    with packer_engine("StepPipeline", POOL, **STEP) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def serial(residue: Residue) -> Iterator[RunningEngine]:
     """One request at a time, as on a GPU that one request fills."""
-    with packer_engine("StepPipeline", **{**STEP, "max_num_seqs": 1}) as running:
+    with packer_engine("StepPipeline", POOL, **{**STEP, "max_num_seqs": 1}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def stream(residue: Residue) -> Iterator[RunningEngine]:
-    with packer_engine("StepPipeline", **STREAM) as running:
+    with packer_engine("StepPipeline", POOL, **STREAM) as running:
         nothing_kept(running)  # of the warm-up, whose chunks but the last the engine discards
+        yield running
+
+
+@pytest.fixture(scope="module")
+def selective(residue: Residue) -> Iterator[RunningEngine]:
+    """Outputs smaller than 1 MiB stay in the reply."""
+    with packer_engine("StepPipeline", {"min_bytes": MIB, **POOL}, **STEP) as running:
         yield running
 
 
@@ -207,21 +215,22 @@ def test_an_output_the_packer_has_no_room_for_comes_late_and_its_neighbours_thro
         nothing_kept(running)
 
 
-def test_a_packer_killed_while_steps_go_on_costs_no_request(residue, reference):
+def test_a_packer_killed_while_steps_go_on_costs_no_request(stream, reference):
     import os
     import signal
 
     requests = [{"seed": seed, **IMAGE} for seed in range(4)]
-    with packer_engine("StepPipeline", **STREAM) as running:
-        pid = packer_pid(running)
-        with stopped(pid):
-            futures = [running.submit(running.request(**each)) for each in requests]
-            wait_until(lambda: len(running.executor._output_futures) == 4, "the first chunks are waited for")
-            os.kill(pid, signal.SIGKILL)
-        received = [future.result(DEADLINE_S).outputs for future in futures]
-        assert_same(received, reference(*requests))
-        assert_same([result.outputs for result in run(running, *requests)], reference(*requests))
-        assert not running.executor._completed_outputs
+    pid = packer_pid(stream)
+    with stopped(pid):
+        futures = [stream.submit(stream.request(**each)) for each in requests]
+        wait_until(lambda: len(stream.executor._output_futures) == 4, "the first chunks are waited for")
+        os.kill(pid, signal.SIGKILL)
+    received = [future.result(DEADLINE_S).outputs for future in futures]
+    assert_same(received, reference(*requests))
+    assert_same([result.outputs for result in run(stream, *requests)], reference(*requests))
+    assert packer_pid(stream) != pid
+    del futures, received
+    nothing_kept(stream)
 
 
 def test_with_no_packer_to_be_had_step_mode_is_vllm_omnis_own(residue, reference, tmp_path):
@@ -236,24 +245,22 @@ def test_with_no_packer_to_be_had_step_mode_is_vllm_omnis_own(residue, reference
         assert_same([result.outputs for result in run(running, *requests)], reference(*requests))
 
 
-def test_outputs_smaller_than_min_bytes_stay_in_the_reply(residue, reference):
+def test_outputs_smaller_than_min_bytes_stay_in_the_reply(selective, reference):
     requests = [{"seed": 1}, {"seed": 2, **IMAGE}]  # 72 KiB, 3 MiB
-    with packer_engine("StepPipeline", packer={"min_bytes": "1MiB"}, **STEP) as running:
-        with replies(running) as parts:
-            received = outputs(running, *requests)
-            assert sorted(part[3] is None for part in parts if part[1]) == [False, True]
-        assert [in_packer_memory(output) for output in received] == [False, True]
-        assert_same(received, first(reference(*requests)))
+    with replies(selective) as parts:
+        received = outputs(selective, *requests)
+        assert sorted(part[3] is None for part in parts if part[1]) == [False, True]
+    assert [in_packer_memory(output) for output in received] == [False, True]
+    assert_same(received, first(reference(*requests)))
 
 
-def test_a_reply_that_cannot_be_sent_takes_back_the_outputs_that_it_promised(residue, reference):
+def test_a_reply_that_cannot_be_sent_takes_back_the_outputs_that_it_promised(selective, reference):
     """The small output stays in the reply and does not pickle; the large one beside it was staged."""
     good = {"seed": 1, **IMAGE}
-    with packer_engine("StepPipeline", packer={"min_bytes": "1MiB"}, **STEP) as running:
-        results = in_one_wave(running, good, {"seed": 2, "behaviour": "small_unpicklable", **IMAGE})
-        assert all("pickle" in str(result.error) for result in results), "vllm-omni fails a whole step"
-        nothing_kept(running)
-        assert_same(outputs(running, good), first(reference(good)))
+    results = in_one_wave(selective, good, {"seed": 2, "behaviour": "small_unpicklable", **IMAGE})
+    assert all("pickle" in str(result.error) for result in results), "vllm-omni fails a whole step"
+    nothing_kept(selective)
+    assert_same(outputs(selective, good), first(reference(good)))
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -272,7 +279,7 @@ def test_memory_is_given_back_when_asked_with_outputs_in_flight(mode, request, r
     assert exporter_state(running)["arena_bytes"] == 0
 
 
-def test_closing_in_the_middle_of_steps_ends_and_leaves_nothing(residue, step, serial, stream):
+def test_closing_in_the_middle_of_steps_ends_and_leaves_nothing(residue, step, serial, selective, stream):
     future = stream.submit(stream.request(seed=1, num_inference_steps=400, **IMAGE))
     wait_until(lambda: stream.executor._broadcast_mq is not None, "it runs")
     closers = [threading.Thread(target=stream.executor.shutdown) for _ in range(3)]
@@ -281,7 +288,7 @@ def test_closing_in_the_middle_of_steps_ends_and_leaves_nothing(residue, step, s
     for each in closers:
         each.join(DEADLINE_S)
         assert not each.is_alive()
-    for running in (step, serial, stream):
+    for running in (step, serial, selective, stream):
         running.close()
     assert future.done() or future.cancel()
     del future

@@ -15,11 +15,12 @@ def test_decoders_answer_any_bytes_with_a_message_or_a_protocol_error():
     assert result["refused"] > 50_000
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_live_packer_answers_or_hangs_up_and_serves_others_right(seed):
-    result = fuzz.fuzz_live(1500, seed)
+    result = fuzz.fuzz_live(10_000, seed)
     assert result["failures"] == []
-    assert result["answered"] > 400
-    assert result["closed"] > 400
-    assert result["delivered_with_leases"] > 5
-    assert result["honest_transfers"] > 10
+    assert result["answered"] > 2500
+    assert result["closed"] > 2500
+    assert result["delivered_with_leases"] > 30
+    assert result["honest_transfers"] > 60
