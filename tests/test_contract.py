@@ -6,8 +6,9 @@ request, bit for bit, with what `uni` gave. With no GPU vllm-omni's `mp` runs in
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from engine_checks import assert_same, torch
@@ -89,34 +90,50 @@ class Outcomes:
         return self._known[mode, backend]
 
 
+class Pair(NamedTuple):
+    """What one executor and `uni` made of REQUESTS in one mode."""
+
+    mode: str
+    outcomes: list[Outcome]
+    of_uni: list[Outcome]
+
+    @property
+    def each(self) -> Iterator[tuple[dict[str, Any], Outcome, Outcome]]:
+        return zip(REQUESTS, self.outcomes, self.of_uni, strict=True)
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     return Outcomes()
 
 
-@pytest.mark.parametrize(("mode", "backend"), EXECUTORS)
-def test_every_request_has_as_many_results_as_with_uni_and_the_last_is_final(mode, backend, outcomes):
-    for request, one, other in zip(REQUESTS, outcomes(mode, backend), outcomes(mode, "uni"), strict=True):
+@pytest.fixture(scope="module", params=EXECUTORS, ids="-".join)
+def pair(request: pytest.FixtureRequest, outcomes: Outcomes) -> Pair:
+    """One executor after the other, each with all its tests."""
+    mode, backend = request.param
+    return Pair(mode, outcomes(mode, backend), outcomes(mode, "uni"))
+
+
+def test_every_request_has_as_many_results_as_with_uni_and_the_last_is_final(pair):
+    for request, one, other in pair.each:
         flags = [each["finished"] for each in one.yielded]
         assert flags == [each["finished"] for each in other.yielded], request
         if one.error is None:
             assert flags == [False] * (len(flags) - 1) + [True], request
-            assert len(flags) == (3 if mode == "stream" else 1), request
+            assert len(flags) == (3 if pair.mode == "stream" else 1), request
 
 
-@pytest.mark.parametrize(("mode", "backend"), EXECUTORS)
-def test_every_error_is_that_of_uni(mode, backend, outcomes):
-    one, other = ([each.error for each in outcomes(mode, which)] for which in (backend, "uni"))
-    assert one == other
-    assert sum(error is not None for error in one) == 2
+def test_every_error_is_that_of_uni(pair):
+    errors = [one.error for one in pair.outcomes]
+    assert errors == [other.error for other in pair.of_uni]
+    assert sum(error is not None for error in errors) == 2
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
-@pytest.mark.parametrize(("mode", "backend"), EXECUTORS)
-def test_every_result_is_that_of_uni_bit_for_bit(mode, backend, name, outcomes):
+def test_every_result_is_that_of_uni_bit_for_bit(pair, name):
     compared = 0
-    for request, one, other in zip(REQUESTS, outcomes(mode, backend), outcomes(mode, "uni"), strict=True):
+    for request, one, other in pair.each:
         if request["behaviour"] == name:
-            assert_same(one.yielded, other.yielded, f"{name} in {mode} mode")
+            assert_same(one.yielded, other.yielded, f"{name} in {pair.mode} mode")
             compared += len(one.yielded)
-    assert compared == 2 * (3 if mode == "stream" else 1)
+    assert compared == 2 * (3 if pair.mode == "stream" else 1)
