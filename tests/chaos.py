@@ -590,7 +590,7 @@ class _Parent:
         while True:
             left = [str(path) for path in base.glob(f"packer-{era.process.pid}-*")]
             # One that was started after its engine had died still has the pool it keeps ready for the first.
-            idle = managed or "engine " not in self._sidecar.packer.log
+            idle = managed or "] engine " not in self._sidecar.packer.log
             pool = 0 if idle else _segment_count(self._sidecar.pid)
             if not left and not pool:
                 return
