@@ -1,6 +1,6 @@
 """All benchmarks that this machine can run, in one process: the engines of request mode are started once.
 
-    python -m benchmarks.run [--out DIR]
+    python -m benchmarks.run [--only BENCHMARK ...] [--out DIR]
 
 They are handoff, worker_cost, interference, overlap, steps and footprint, each also a module of its own: `python -m
 benchmarks.handoff`; `--only` takes some of them (worker_cost comes with handoff). `--seconds` is for handoff and for
@@ -34,9 +34,6 @@ def main() -> None:
     stdout = set_up()
     out = options.out or ROOT / ("build/benchmarks" if quick else "benchmarks/results")
     out.mkdir(parents=True, exist_ok=True)
-
-    def file(benchmark: str) -> Path:
-        return out / f"{benchmark}_{machine.name()}.json"
 
     def recorder(benchmark: str, facts: dict[str, Any]) -> machine.Recorder:
         recorders.append(machine.Recorder(out / f"{benchmark}_{machine.name()}.json", benchmark, **facts))

@@ -63,7 +63,8 @@ def _time_engine(engine: Stopwatch) -> None:
 
     from worker_shim.receiver import Receiver
 
-    engine.time(Receiver, "_take", "take OUTPUT_READY, put the output together")
+    engine.time(Receiver, "_take", "take a message of the packer")
+    engine.time(Receiver, "_assemble", "put the output together")
     engine.time(MultiprocDiffusionExecutor, "_finish_output", "hand it to whoever waits (vllm-omni)")
 
 

@@ -60,4 +60,4 @@ class PackerUnavailable(PackerError):
 
 
 class PackerAbsent(PackerUnavailable):
-    """No packer listens at a socket, or not for this user yet: what is so while it starts, and may pass by itself."""
+    """Nobody listens at the socket, or this user may not reach it. So it is while a packer starts; it may pass by itself."""

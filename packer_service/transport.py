@@ -256,8 +256,8 @@ def connect(
     """Connect to the packer listening at ``path`` and prove the key to each other, within ``timeout_s``.
 
     ``hang_s``: how long a later send may wait for room; 0: as long as it takes.
-    PackerAbsent where nobody listens (PackerUnavailable where nobody ever can), HandshakeError where the packer refuses or
-    does not know the key.
+    PackerAbsent where nobody listens or this user may not reach the socket, PackerUnavailable where the connection fails
+    otherwise, HandshakeError where the packer refuses or does not know the key.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     channel = Channel(sock, protocol.from_server)

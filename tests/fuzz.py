@@ -61,6 +61,7 @@ MAX_GROWTH_BYTES = 16 * MIB  # of the packer's own memory: the allocator's arena
 FRAMES_A_VISIT = 40
 FINISH_S = 120.0  # for all that has piled up
 _OUTPUTS = [f"output-{n}" for n in range(6)]
+_MOST_THREADS = 50  # max_sessions is 64, and a visit takes two of them
 _SIZES = (0, 1, 100, 4096, MIB, 2 * MIB, 2 * MIB + 1, 1 << 40, 1 << 62)
 _NUMBERS = (0, 1, 2, 3, 7, 4095, 4096, 1 << 31, 1 << 32, (1 << 62) - 1, 1 << 62)
 # array32, map32, str32, bin32, ext32 that claim four gigabytes, and their smaller relatives
@@ -278,7 +279,9 @@ class Live:
     def joined(self) -> Iterator[tuple[Peer, Peer]]:
         """An engine and its worker, past their handshakes, most of the time with a timeline and a chunk."""
         # On a busy machine a packer may be so far behind with the ends of earlier visits that it takes no more sessions.
-        wait_until(lambda: footprint(self.packer)["threads"] < 50, "the packer ends earlier sessions", FINISH_S)
+        wait_until(
+            lambda: footprint(self.packer)["threads"] < _MOST_THREADS, "the packer ends earlier sessions", FINISH_S
+        )
         name, self.leases, self.exported = self.rng.randbytes(8).hex(), [], []
         with (
             contextlib.closing(self.packer.connect("engine", name)) as engine,
@@ -318,7 +321,7 @@ class Live:
             if rng.random() < 0.2:
                 return Withdraw(output, choose(("", "out of memory", "\0\n\x1b[2J" * 100)))
             payload, nbytes = rng.randbytes(choose((0, 100, protocol.MAX_PAYLOAD_BYTES))), choose((0, 0, 0, 100))
-            return Skeleton(output, payload, rng.randbytes(32), nbytes, choose((0, 0, 100)))
+            return Skeleton(output, payload, rng.randbytes(32), nbytes, choose((0, 0, 100)), rng.random() < 0.5)
         if kind == "probe":
             return Probe(ready, self.piece())
         if kind == "map":

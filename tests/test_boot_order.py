@@ -89,7 +89,7 @@ class Start:
     def __init__(self, executor: PackerDiffusionExecutor) -> None:
         self._outcome: Exception | None = None
         self._executor = executor
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, name="executor-start", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_the_wait(key_file, log):
         wait_until(lambda: waiting(log), "it waits")
         os.kill(os.getpid(), signal.SIGINT)
 
-    presser = threading.Thread(target=press)
+    presser = threading.Thread(target=press, name="ctrl-c", daemon=True)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
         executor._init_executor()

@@ -190,7 +190,7 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     executor = object.__new__(PackerDiffusionExecutor)
     executor.od_config = SimpleNamespace(step_execution=True)
     executor._keepers, executor._supervisor, executor._delivered = [], None, Delivered()
-    executor._leaving = threading.Event()
+    executor._closing = threading.Event()
     with warnings_logged() as warnings:
         handoff = executor._open_packers(Settings.load(settings))
     assert len(warnings) == 1

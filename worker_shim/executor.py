@@ -92,7 +92,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_executor(self) -> None:
         self._shutdown_lock = threading.RLock()
-        self._leaving = threading.Event()
+        self._closing = threading.Event()
         self._supervisor: Supervisor | None = None
         self._keepers: list[PackerKeeper] = []
         self._handoff: Handoff | None = None
@@ -102,14 +102,20 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._unclaimed = Unclaimed(self.drop_output)
         try:
             self._handoff = self._open_packers(settings)
-            if self._leaving.is_set():
-                raise PackerUnavailable("the executor is shutting down")
+            self._check_closing()
             super()._init_executor()
+            if self._closing.is_set():  # whoever said so meanwhile may have found nothing to end
+                self.shutdown()
+                self._check_closing()
             if self.od_config.step_execution:
                 self._start_late_pumps()
         except BaseException:
             self._close_all()
             raise
+
+    def _check_closing(self) -> None:
+        if self._closing.is_set():
+            raise PackerUnavailable("the executor is shutting down")
 
     def _open_packers(self, settings: Settings) -> Handoff | None:
         """Have a packer for every GPU whose worker replies, and a session with each.
@@ -126,7 +132,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._reply_ranks = reply_ranks(self.od_config)
             packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
-            arrival = Arrival(settings, self._leaving) if settings.mode == "sidecar" else None
+            arrival = Arrival(settings, self._closing) if settings.mode == "sidecar" else None
             for socket, restart in packers.items():
                 keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart, arrival)
                 self._keepers.append(keeper)
@@ -136,7 +142,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                 )
         except (PackerError, OSError) as error:
             self._close_packers()
-            if settings.fallback == "fail" or self._leaving.is_set():
+            if settings.fallback == "fail" or self._closing.is_set():
                 raise
             logger.warning(
                 "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
@@ -310,9 +316,12 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         return f"{own} packer={[keeper.queue.describe(exported) for keeper in self._keepers]}"
 
     def shutdown(self) -> None:
-        """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first."""
-        self._leaving.set()
-        if not hasattr(self, "_closed"):  # it still looks for packers: that ends now, and closes what it has opened
+        """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first.
+
+        While the executor still looks for packers this only ends that search: the thread that starts it closes what it opened.
+        """
+        self._closing.set()
+        if not hasattr(self, "_closed"):  # vllm-omni's own start makes it
             return
         with self._shutdown_lock:
             for keeper in self._keepers:

@@ -32,7 +32,8 @@ class Arrival:
         self._limit = self._begin + settings.start_timeout_s
 
     def connect(self, connect: Callable[[float], Channel]) -> Channel:
-        """What ``connect`` makes once somebody is there, given the seconds it may take. PackerUnavailable where nobody came."""
+        """What ``connect`` makes once somebody is there, given the seconds it may take. PackerUnavailable where nobody came in
+        time, or this side closes."""
         pauses_s = _doubling(_FIRST_PAUSES_S)
         said = False
         while True:

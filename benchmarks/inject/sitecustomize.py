@@ -5,10 +5,11 @@ import sys
 
 if os.environ.get("BENCHMARK_STEPS") and "packer_service" in sys.orig_argv:
     from benchmarks.stopwatch import Stopwatch
-    from packer_service import engine_session, worker_session
+    from packer_service import worker_session
 
     stopwatch = Stopwatch("packer")
     stopwatch.time(worker_session.WorkerSession, "_start", "give it regions, submit wait and copy")
     stopwatch.time(worker_session.WorkerSession, "_finish", "wait for the copy")
     stopwatch.time(worker_session.WorkerSession, "_take_second", "take the skeleton")
-    stopwatch.time(engine_session.EngineSession, "publish", "send OUTPUT_READY")
+    stopwatch.time(worker_session.WorkerSession, "_announce", "send OUTPUT_COMING")
+    stopwatch.time(worker_session.WorkerSession, "_publish", "send OUTPUT_READY and the ack")

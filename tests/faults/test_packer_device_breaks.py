@@ -25,6 +25,7 @@ from sides import Kept, WorkerSide, managed, working  # noqa: E402
 from test_export import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
+from packer_service.errors import PackerError  # noqa: E402
 from worker_shim.export_device import CudaExportDevice, Signal  # noqa: E402
 
 # On a GPU 1.5 GiB in flight: 29 ms of copies, so that the kernel traps among them.
@@ -121,7 +122,6 @@ def assert_said_once(log: str, pid: int, device: str) -> None:
         rf"CRITICAL packer\[{pid} {device}\] packer ends so that it is started again: the device .*: CUDA_ERROR_\w+$"
     )
     said = re.findall(pattern, log, re.MULTILINE)
-    print(said)
     assert len(said) == 1, log
 
 
@@ -166,7 +166,6 @@ def test_a_device_that_breaks_in_mid_copy_has_the_next_packer_copy_what_was_not_
         sides.assert_delivered(expected)
         assert delivered < OUTPUTS, "the device broke when nothing was in flight any more"
     assert_said_once(capfd.readouterr().err, old, device)
-    print(f"{delivered} of {OUTPUTS} were delivered before")
 
 
 @DEVICES
@@ -178,4 +177,17 @@ def test_a_device_that_broke_at_rest_ends_the_packer_with_the_next_output(device
         expected = sides.send("after")
         sides.wait_replaced(old)
         sides.assert_delivered(expected)
+    assert_said_once(capfd.readouterr().err, old, device)
+
+
+@DEVICES
+def test_a_device_that_broke_at_rest_ends_the_packer_with_the_next_worker(device, faults, run_directory, capfd):
+    with opened(device) as sides:
+        old = sides.kept.packer_pid
+        faults.set("trap")
+        faults.wait_reached("trap")
+        another = Stalling() if device == "host" else StallingCuda(0)
+        with pytest.raises(PackerError), working(sides.kept, device=another, **ROOM[device]):
+            pass
+        sides.wait_replaced(old)
     assert_said_once(capfd.readouterr().err, old, device)

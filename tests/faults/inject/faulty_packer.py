@@ -39,6 +39,7 @@ def install() -> None:
     host.HostDevice.register = _failing("register", DeviceError("CUDA_ERROR_OUT_OF_MEMORY"))  # type: ignore[method-assign]
     host.HostDevice.failure = lambda self: _failure()  # type: ignore[method-assign]
     host.HostTimeline.wait = _wait_timeline  # type: ignore[method-assign]
+    host.HostDevice.open_timeline = _open_timeline  # type: ignore[method-assign]
     cuda.CudaDevice.__init__ = _open_cuda_device  # type: ignore[method-assign]
     memory.create_memfd = _failing("memfd", OSError(errno.EMFILE, "injected"), memory.create_memfd)
     memory.mmap.mmap = _failing("mmap", OSError(errno.ENOMEM, "injected"), memory.mmap.mmap)  # type: ignore[misc]
@@ -100,6 +101,15 @@ def _failure() -> str:
 def _raise_failure() -> None:
     if failure := _failure():
         raise DeviceError(failure)
+
+
+_open_host_timeline = host.HostDevice.open_timeline
+
+
+def _open_timeline(self: Any, page: Any) -> Any:
+    """As the driver registers the page."""
+    _raise_failure()
+    return _open_host_timeline(self, page)
 
 
 def _wait_timeline(self: Any, value: int) -> None:
