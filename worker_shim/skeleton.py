@@ -140,11 +140,9 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
                 plain = False
             continue
         elif hasattr(kind, "__dataclass_fields__"):
-            children = (
-                vars(value).values()
-                if hasattr(value, "__dict__")
-                else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
-            )
+            children = [*getattr(value, "__dict__", {}).values()]
+            if _has_slots(kind):  # as media has
+                children += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         else:
             plain = plain and (kind in _LEAVES or isinstance(value, enum.Enum))
             continue
@@ -167,8 +165,9 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
 
 @functools.cache
 def _pickles_by_default(kind: Any) -> bool:
-    """Whether what comes out of a pickle of this dataclass is filled by pickle itself, or by what ``dataclasses`` wrote."""
-    setstate = getattr(kind, "__setstate__", None)
+    """Whether what comes out of a pickle of this dataclass is its dict as it was, or its fields, as ``dataclasses`` has it."""
+    default = getattr(object, "__getstate__", None)  # of Python 3.11
+    getstate, setstate = getattr(kind, "__getstate__", default), getattr(kind, "__setstate__", None)
     return (
         hasattr(kind, "__dataclass_fields__")
         and not issubclass(kind, (dict, list, tuple))
@@ -177,8 +176,17 @@ def _pickles_by_default(kind: Any) -> bool:
         and kind.__reduce__ is object.__reduce__
         and not hasattr(kind, "__getnewargs__")
         and not hasattr(kind, "__getnewargs_ex__")
-        and (setstate is None or setstate.__module__ == dataclasses.__name__)
+        and (
+            # Slots pickle itself would set as attributes, which may be somebody's code.
+            (getstate is default and setstate is None and not _has_slots(kind))
+            or all(getattr(one, "__module__", "") == dataclasses.__name__ for one in (getstate, setstate))
+        )
     )
+
+
+@functools.cache
+def _has_slots(kind: Any) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 _LEAVES = frozenset({type(None), str, int, float, bool, bytes})
