@@ -549,6 +549,13 @@ class File(io.BytesIO):
     value: Any
 
 
+class Lazy(dict[str, Any]):
+    """Its values have no length."""
+
+    def values(self) -> Any:
+        return iter([self[key] for key in self])
+
+
 class Odd:
     """Not plain: its own code runs when it is put together."""
 
@@ -572,10 +579,12 @@ NOT_PLAIN = {
     "many values": lambda: [torch.ones(5), list(range(1000))],
     "what cannot be pickled": lambda: [torch.ones(5), lambda: None],
     "an odd key": lambda: {np.int64(1): torch.ones(5)},
+    "a dict of its own": lambda: Lazy(a=torch.ones(5)),
     "its own __getstate__": lambda: GetsState(torch.ones(5)),
     "slots that pickle sets": lambda: Validated(torch.ones(5)),
     "a hidden slot": lambda: Hiding(torch.ones(5)),
     "a builtin's __setstate__": lambda: File(torch.ones(5)),
+    "much text": lambda: [torch.ones(5), {"video": bytes(MIB)}],
 }
 
 
