@@ -548,8 +548,9 @@ class WorkerSession:
         if transfer.announced:
             gone = OutputGone(transfer.announced)
             transfer.announced = 0
-            if not self._tell_engine(gone, wait=False):
-                self._finishing.put(functools.partial(self.engine.tell, gone))
+            # The reader must not wait. The finisher must: it may have no later.
+            if not self._tell_engine(gone, wait=threading.current_thread() is self._finisher):
+                self._finishing.put(functools.partial(self._tell_engine, gone))
         for region in transfer.regions:
             self.engine.pool.release(region.number)
         transfer.regions = []
