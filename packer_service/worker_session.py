@@ -124,6 +124,7 @@ class WorkerSession:
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
         self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
+        self._synchronizing: Transfer | None = None  # whose copies the finisher waits for; written by it alone
         self._watched: Transfer | None = None  # watchdog only: the copy it last saw under way,
         self._looks = 0  # and how many times in a row
         self._host_memfds = 0  # of these transfers; written under _lock
@@ -455,7 +456,9 @@ class WorkerSession:
                 second = transfer.second
             self._announce(transfer, second, wait=True)
         if transfer.marker is not None:
+            self._synchronizing = transfer
             transfer.marker.synchronize()
+            self._synchronizing = None
         with self._lock:
             transfer.copied = True
             complete = transfer.second is not None
@@ -545,8 +548,9 @@ class WorkerSession:
         if transfer.announced:
             gone = OutputGone(transfer.announced)
             transfer.announced = 0
-            if not self._tell_engine(gone, wait=False):
-                self._finishing.put(functools.partial(self.engine.tell, gone))
+            # The reader must not wait. The finisher must: it may have no later.
+            if not self._tell_engine(gone, wait=threading.current_thread() is self._finisher):
+                self._finishing.put(functools.partial(self._tell_engine, gone))
         for region in transfer.regions:
             self.engine.pool.release(region.number)
         transfer.regions = []
@@ -670,9 +674,12 @@ class WorkerSession:
     def stuck(self, looks: int) -> str:
         """Called at intervals by one thread: which copy has been due for the last ``looks`` of them; empty while all move.
 
-        It counts looks rather than time, in which this process may have been stopped.
+        It counts looks rather than time, in which this process may have been stopped. Nor is a copy stuck that may long be
+        done, where the finisher sends to an engine that does not read.
         """
         due = self._due()
+        if due is not self._synchronizing:
+            due = None
         self._looks = self._looks + 1 if due is not None and due is self._watched else 0
         self._watched = due
         return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""

@@ -500,6 +500,62 @@ class Typed:
     video: Any
 
 
+@dataclass(frozen=True)
+class Extended(Typed):
+    """It inherits slots, and how those pickle, and has a dict beside them."""
+
+    fps: int = 24
+
+
+@dataclass
+class GetsState:
+    """Its own code says what is pickled of it."""
+
+    value: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": Odd(self.value)}
+
+
+@dataclass(slots=True)
+class Validated:
+    """Pickle fills its slots by setting attributes."""
+
+    value: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert value is None or value.min() > 0
+        object.__setattr__(self, name, value)
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+@dataclass
+class Hiding(Slotted):
+    """A slot that is no field is pickled too."""
+
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.hidden = Odd(self.value)
+
+
+@dataclass
+class File(io.BytesIO):
+    """Its state is a builtin's to get and to set."""
+
+    value: Any
+
+
+class Lazy(dict[str, Any]):
+    """Its values have no length."""
+
+    def values(self) -> Any:
+        return iter([self[key] for key in self])
+
+
 class Odd:
     """Not plain: its own code runs when it is put together."""
 
@@ -514,6 +570,7 @@ PLAIN = {
     "a tensor": lambda: torch.ones(FLOATS),
     "nested, with text": lambda: {"image": [torch.ones(5), (torch.ones(7), "text", 1.5)], "text": "x" * 40_000},
     "typed media": lambda: Typed(torch.ones(FLOATS)),
+    "extended media": lambda: Extended(torch.ones(FLOATS)),
     "nothing": lambda: None,
 }
 NOT_PLAIN = {
@@ -522,6 +579,12 @@ NOT_PLAIN = {
     "many values": lambda: [torch.ones(5), list(range(1000))],
     "what cannot be pickled": lambda: [torch.ones(5), lambda: None],
     "an odd key": lambda: {np.int64(1): torch.ones(5)},
+    "a dict of its own": lambda: Lazy(a=torch.ones(5)),
+    "its own __getstate__": lambda: GetsState(torch.ones(5)),
+    "slots that pickle sets": lambda: Validated(torch.ones(5)),
+    "a hidden slot": lambda: Hiding(torch.ones(5)),
+    "a builtin's __setstate__": lambda: File(torch.ones(5)),
+    "much text": lambda: [torch.ones(5), {"video": bytes(MIB)}],
 }
 
 
@@ -531,6 +594,14 @@ def test_a_plain_output_leaves_on_the_main_thread(worker, engine, make):
     assert worker.exporter.submit_now(staged)
     assert staged.output is None
     assert_same(engine.output("output"), make())
+
+
+def test_a_tensor_in_a_slot_is_staged_also_beside_a_dict(worker, engine):
+    """Else the main thread would wait for its forward and copy it itself."""
+    staged = worker.exporter.stage(Extended(torch.ones(FLOATS)), "output")
+    assert [piece.nbytes for piece in staged.pieces] == [MIB]
+    worker.exporter.withdraw(staged)
+    worker.wait_settled("output")
 
 
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)

@@ -187,6 +187,20 @@ def test_the_engine_forgets_what_was_coming_and_does_not_come(packer, pair, end)
     transfer(engine, worker)
 
 
+def test_an_engine_that_does_not_read_hears_later_of_what_does_not_come(packer, pair):
+    engine, worker = pair
+    transfer(engine, worker)  # it knows the pool
+    for number in range(10):  # more than fits its connection
+        worker.export(f"output-{number}", worker.write(b"x"), complete=False)
+        worker.skeleton(f"output-{number}", bytes(protocol.MAX_PAYLOAD_BYTES), plain=True)
+    gone = packer.log.count("is gone")
+    worker.timeline.let_go()  # as if it died
+    worker.channel.close()
+    packer.wait_log("is gone", gone + 1)
+    engine.next_coming()
+    wait_until(lambda: [engine.poll()] and not engine.coming, "they are forgotten")
+
+
 def test_an_output_without_device_arrays_needs_no_copy(pair):
     engine, worker = pair
     worker.export("text")

@@ -37,6 +37,7 @@ INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
 ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
 _MAX_DEPTH = 12
 _PLAIN_ITEMS = 512
+_PLAIN_TEXT = 64 << 10
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
@@ -100,9 +101,9 @@ class HostArrays:
 class Survey(NamedTuple):
     """What ``survey`` found: the wanted tensors, each object once, in order, and whether the output is plain.
 
-    A plain output holds nothing beside those tensors but a few hundred values of Python's own, in containers, enums and
-    dataclasses that pickle in the default way. So it is pickled in no time, and taking it out of the pickle runs nobody's
-    code, which could read a tensor whose bytes are not there yet.
+    A plain output holds nothing beside those tensors but a few hundred values of Python's own with little text among them, in
+    containers, enums and dataclasses that pickle in the default way. So it is pickled in no time, and taking it out of the
+    pickle runs nobody's code, which could read a tensor whose bytes are not there yet.
     """
 
     tensors: list[torch.Tensor]
@@ -117,7 +118,7 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-    items = 0
+    items = text = 0
     plain = True
     # A stack rather than a function that calls itself: such a closure is a reference cycle, which would keep the output,
     # and its device memory, until the garbage collector comes by.
@@ -140,11 +141,9 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
                 plain = False
             continue
         elif hasattr(kind, "__dataclass_fields__"):
-            children = (
-                vars(value).values()
-                if hasattr(value, "__dict__")
-                else [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # slots, as media has
-            )
+            children = [*getattr(value, "__dict__", {}).values()]
+            if _has_slots(kind):  # as media has
+                children += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         else:
             plain = plain and (kind in _LEAVES or isinstance(value, enum.Enum))
             continue
@@ -153,11 +152,16 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
         elif id(value) not in seen:
             seen.add(id(value))
             plain = plain and (kind in _CONTAINERS or _pickles_by_default(kind))
-            items += len(children)
+            if plain:  # else its children may be anything, and without a length
+                items += len(children)
+                plain = items <= _PLAIN_ITEMS
+            if plain:
+                text += sum(len(child) for child in children if type(child) in _TEXT)
+                plain = text <= _PLAIN_TEXT
             inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
             inner.reverse()
             stack += inner
-    return Survey(list(found.values()), plain and items <= _PLAIN_ITEMS)
+    return Survey(list(found.values()), plain)
 
 
 def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
@@ -167,8 +171,9 @@ def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list
 
 @functools.cache
 def _pickles_by_default(kind: Any) -> bool:
-    """Whether what comes out of a pickle of this dataclass is filled by pickle itself, or by what ``dataclasses`` wrote."""
-    setstate = getattr(kind, "__setstate__", None)
+    """Whether what comes out of a pickle of this dataclass is its dict as it was, or its fields, as ``dataclasses`` has it."""
+    default = getattr(object, "__getstate__", None)  # of Python 3.11
+    getstate, setstate = getattr(kind, "__getstate__", default), getattr(kind, "__setstate__", None)
     return (
         hasattr(kind, "__dataclass_fields__")
         and not issubclass(kind, (dict, list, tuple))
@@ -177,11 +182,21 @@ def _pickles_by_default(kind: Any) -> bool:
         and kind.__reduce__ is object.__reduce__
         and not hasattr(kind, "__getnewargs__")
         and not hasattr(kind, "__getnewargs_ex__")
-        and (setstate is None or setstate.__module__ == dataclasses.__name__)
+        and (
+            # Slots pickle itself would set as attributes, which may be somebody's code.
+            (getstate is default and setstate is None and not _has_slots(kind))
+            or all(getattr(one, "__module__", "") == dataclasses.__name__ for one in (getstate, setstate))
+        )
     )
 
 
+@functools.cache
+def _has_slots(kind: Any) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
 _LEAVES = frozenset({type(None), str, int, float, bool, bytes})
+_TEXT = frozenset({str, bytes})
 _CONTAINERS = frozenset({dict, list, tuple})
 
 

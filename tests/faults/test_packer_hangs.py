@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packer_process import Worker, running_packer, session, transfer, wait_until
 
-from packer_service.protocol import Export
+from packer_service.protocol import MAX_PAYLOAD_BYTES, Export
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -81,6 +81,20 @@ def test_a_copy_that_waits_for_a_long_forward_is_not_taken_for_stuck(tmp_path):
             transfer(other, its_worker)
         worker.reach(2)
         assert [engine.next().output, engine.next().output] == ["long forward", "staged late"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_copies_of_an_engine_that_does_not_read_are_not_taken_for_stuck(tmp_path, plain):
+    with running_packer(tmp_path / "run", hang_s=1) as packer, session(packer) as (engine, worker):
+        transfer(engine, worker)  # it knows the pool
+        for number in range(12):  # more than fits the engine's socket
+            worker.export(f"unread-{number}", worker.write(b"x"))
+            worker.skeleton(f"unread-{number}", bytes(MAX_PAYLOAD_BYTES), plain=plain)
+        with session(packer) as (other, its_worker):
+            with pytest.raises(AssertionError):
+                wait_until(lambda: packer.process.poll() is not None, "the watchdog ends it", timeout_s=3.5)
+            transfer(other, its_worker)
+        assert [engine.next().output for _ in range(12)] == [f"unread-{number}" for number in range(12)]
 
 
 def test_a_stopped_sidecar_costs_the_own_path_and_serves_again_when_it_goes_on(tmp_path):
