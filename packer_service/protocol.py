@@ -129,19 +129,24 @@ class Export(Message, frozen=True):
     close: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)] = ()
 
 
-class Skeleton(Message, frozen=True):
-    """Worker to packer: what the engine needs to rebuild the output; opaque to the packer.
+class Body(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine needs to rebuild an output; opaque to the packer.
 
-    With ``host_nbytes``, a memfd of the worker's is attached and goes on to the engine; the last
-    ``payload_in_host`` bytes of it are the payload, where that was too large for a message. ``plain``: putting it together
-    reads none of its arrays.
+    With ``host_nbytes``, a memfd of the worker's is attached to the message; the last ``payload_in_host`` bytes of it are
+    the payload, where that was too large for a message.
     """
 
-    output: OutputId
     payload: Payload
     mac: Digest
     host_nbytes: Number = 0
     payload_in_host: Number = 0
+
+
+class Skeleton(Message, frozen=True):
+    """Worker to packer: what an output is beside its pieces. ``plain``: putting it together reads none of its arrays."""
+
+    output: OutputId
+    body: Body
     plain: bool = False
 
 
@@ -220,16 +225,13 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 class OutputComing(Message, frozen=True):
     """Packer to engine: this output is being copied into what will be these leases; put it together meanwhile.
 
-    One lease at least, for each piece one, in order, and the skeleton as the worker sent it. The leases are the engine's with
-    the OutputReady that names them, or never: see ``OutputGone``.
+    One lease at least, for each piece one, in order. The leases are the engine's with the OutputReady that names them, or
+    never: see ``OutputGone``.
     """
 
     output: OutputId
     leases: Annotated[tuple[Lease, ...], Meta(min_length=1, max_length=MAX_PIECES)]
-    payload: Payload
-    mac: Digest
-    host_nbytes: Number = 0
-    payload_in_host: Number = 0
+    body: Body
 
 
 class OutputGone(Message, frozen=True):
@@ -239,17 +241,11 @@ class OutputGone(Message, frozen=True):
 
 
 class OutputReady(Message, frozen=True):
-    """Packer to engine: one lease for each piece, in order, and the skeleton as the worker sent it. Or an error.
-
-    Without a skeleton (no ``mac``) and an error, the skeleton came with OutputComing.
-    """
+    """Packer to engine: one lease for each piece, in order. Or an error. With neither body nor error: it was coming."""
 
     output: OutputId
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_PIECES)] = ()
-    payload: Payload = b""
-    mac: bytes = b""
-    host_nbytes: Number = 0
-    payload_in_host: Number = 0
+    body: Body | None = None
     error: Text = ""
 
 

@@ -3,10 +3,11 @@
 Note [The life of an output in the packer]
 ``Export`` comes first, from the worker's main thread: the pieces get regions of the engine's pool, the copies are submitted
 behind the wait for the worker's marker, and the finisher thread sleeps until they are done. Meanwhile ``Skeleton`` (or
-``Withdraw``) arrives. A plain skeleton goes to the engine at once (OUTPUT_COMING), which puts the output together while it
-is copied. Once the copies are done and the second message is there, the output is settled: OUTPUT_READY goes to the engine,
-and only after that send the ack to the worker, so that an output is always in the worker's arena or in the engine's hands.
-From then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
+``Withdraw``) arrives. With the copies submitted, a plain skeleton goes to the engine (OUTPUT_COMING), which puts the output
+together meanwhile; if it does not come after all, that is taken back (OUTPUT_GONE). Once the copies are done and the second
+message is there, the output is settled: OUTPUT_READY goes to the engine, and only after that send the ack to the worker, so
+that an output is always in the worker's arena or in the engine's hands. From then on the regions are the engine's leases.
+What failed is nacked; the worker sends it another way.
 An import that is this output's alone is closed in between: with the answer, its memory is the worker's to free.
 
 Note [When a worker is gone]
@@ -81,7 +82,9 @@ class Transfer:
     second: Skeleton | Withdraw | Probe | None = None
     host_fd: int | None = None
     regions: list[Region] = field(default_factory=list)
-    announced: int = 0  # the first lease of what the engine was told is coming; 0: it was not
+    # The first lease of what the engine was told is coming; 0: it was not. Written without the lock: by the reader before it
+    # sets ``second``, then by the finisher or whoever settles it.
+    announced: int = 0
     marker: Marker | None = None  # None: not submitted
     abandoned: str = ""  # why its bytes will never be right
 
@@ -167,7 +170,7 @@ class WorkerSession:
             self._channel.shutdown()  # so that it exports elsewhere what it has here
         except (DeviceError, OSError) as error:
             logger.error("worker %s cannot be served and is disconnected: %s", self.name, error)
-            self._check_device()  # what broke it may have been somebody else's
+            self._check_device()  # the context may be what is broken, by another session's error
             reason = f"the packer cannot serve this worker: {error}"
             refuse(self._channel, reason)
             self._channel.shutdown()
@@ -297,10 +300,10 @@ class WorkerSession:
         ``refusal``: why the output has to be handed back although the worker did nothing wrong.
         """
         if isinstance(message, Skeleton) and not refusal:
-            if bool(message.host_nbytes) != bool(fds):
+            if bool(message.body.host_nbytes) != bool(fds):
                 raise ProtocolError("host arrays and their memfd come together")
             if fds:
-                check_memfd(fds[0], message.host_nbytes)
+                check_memfd(fds[0], message.body.host_nbytes)
         with self._lock:
             transfer = self._transfers.get(message.output)
             if transfer is None or transfer.second is not None:
@@ -324,7 +327,7 @@ class WorkerSession:
         if not under_way or transfer.announced or not isinstance(second, Skeleton) or not second.plain:
             return
         leases = _leases(transfer)
-        message = OutputComing(transfer.output, leases, *_carried(second))
+        message = OutputComing(transfer.output, leases, second.body)
         try:
             if self.engine.publish(message, transfer.host_fd, wait=wait):
                 transfer.announced = leases[0].lease
@@ -379,7 +382,7 @@ class WorkerSession:
                 transfer.regions.append(self.engine.pool.allocate(piece.nbytes, timeout_s))
         except PackerError as error:
             if last:
-                self._check_device()  # what keeps the pool from growing
+                self._check_device()  # a broken context keeps the pool from growing too
                 transfer.abandoned = str(error)
                 self.engine.pool.complain()
             return
@@ -503,7 +506,7 @@ class WorkerSession:
         if transfer.announced:
             message, fd = OutputReady(transfer.output, _leases(transfer)), None
         else:
-            message, fd = OutputReady(transfer.output, _leases(transfer), *_carried(skeleton)), transfer.host_fd
+            message, fd = OutputReady(transfer.output, _leases(transfer), skeleton.body), transfer.host_fd
         self.engine.pool.lease(transfer.regions)
         try:
             if not self.engine.publish(message, fd, wait=wait):
@@ -561,13 +564,13 @@ class WorkerSession:
                 self._host_memfds -= 1
 
     def _tell_engine(self, message: OutputReady | OutputGone, *, wait: bool = True) -> bool:
-        """Of an output that failed, or does not come. False where that has to wait and may not."""
+        """Of an output that failed, or does not come after all. False where that has to wait and may not."""
         try:
             return self.engine.tell(message, wait=wait)
         except PeerClosed:
-            logger.info("an engine is gone before it could be told %s", message)
+            logger.info("engine %s is gone before it could be told %s", self.engine.name, message)
         except OSError as error:
-            logger.error("an engine cannot be told %s: %s", message, error)
+            logger.error("engine %s cannot be told %s: %s", self.engine.name, message, error)
         return True
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -688,8 +691,3 @@ class WorkerSession:
 def _leases(transfer: Transfer) -> tuple[Lease, ...]:
     """What its regions are to the engine."""
     return tuple(Lease(r.number, r.segment.number, r.offset, r.nbytes) for r in transfer.regions)
-
-
-def _carried(skeleton: Skeleton) -> tuple[bytes, bytes, int, int]:
-    """What of a skeleton goes on to the engine, in the order of the messages that carry it."""
-    return skeleton.payload, skeleton.mac, skeleton.host_nbytes, skeleton.payload_in_host

@@ -44,6 +44,7 @@ from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.protocol import (
     Ack,
+    Body,
     Export,
     MapArena,
     MapTimeline,
@@ -174,7 +175,9 @@ class Descriptors:
 
     def some(self, rng: random.Random, message: Message | None = None) -> list[int]:
         """What ``message`` needs, most of the time, so that frames get past the first check; else anything."""
-        needs = isinstance(message, MapArena | MapTimeline) or (isinstance(message, Skeleton) and message.host_nbytes)
+        needs = isinstance(message, MapArena | MapTimeline) or (
+            isinstance(message, Skeleton) and message.body.host_nbytes
+        )
         if rng.random() < 0.75:
             return [rng.choice((self.page.fd, self.chunk.fd))] if needs else []
         return rng.choices(self.foreign, k=rng.choice((1, 1, 1, 1, 2, 5)))
@@ -321,7 +324,8 @@ class Live:
             if rng.random() < 0.2:
                 return Withdraw(output, choose(("", "out of memory", "\0\n\x1b[2J" * 100)))
             payload, nbytes = rng.randbytes(choose((0, 100, protocol.MAX_PAYLOAD_BYTES))), choose((0, 0, 0, 100))
-            return Skeleton(output, payload, rng.randbytes(32), nbytes, choose((0, 0, 100)), rng.random() < 0.5)
+            body = Body(payload, rng.randbytes(32), nbytes, choose((0, 0, 100)))
+            return Skeleton(output, body, plain=rng.random() < 0.5)
         if kind == "probe":
             return Probe(ready, self.piece())
         if kind == "map":
@@ -343,7 +347,7 @@ class Live:
         self._syncs += 1
         name, mac = f"sync-{self._syncs}", bytes(32)
         worker.channel.send(Export(name, 0, ()))
-        worker.channel.send(Withdraw(name) if withdraw else Skeleton(name, b"", mac))
+        worker.channel.send(Withdraw(name) if withdraw else Skeleton(name, Body(b"", mac)))
         missing = {worker} if withdraw else {worker, engine}
         deadline = time.monotonic() + DEADLINE_S
         while missing:

@@ -23,6 +23,7 @@ from packer_service import protocol, transport
 from packer_service.memory import SharedMemory
 from packer_service.protocol import (
     Ack,
+    Body,
     Export,
     MapArena,
     MapTimeline,
@@ -154,8 +155,13 @@ class Engine:
         self.coming: dict[int, protocol.OutputComing] = {}  # by first lease
 
     def next_coming(self) -> protocol.OutputComing:
-        """What comes next and is still on its way; nothing else does before it."""
-        wait_until(lambda: self.poll() or self.coming, "an output that is coming")
+        """What comes next and is still on its way; no OUTPUT_READY does before it."""
+
+        def some() -> bool:
+            assert self.poll() is None
+            return bool(self.coming)
+
+        wait_until(some, "an output that is coming")
         (coming,) = self.coming.values()
         return coming
 
@@ -248,8 +254,10 @@ class Worker:
         self.channel.send(Export(output, self.value, pieces))
         return self.value
 
-    def skeleton(self, output: str, payload: bytes = b"", fd: int | None = None, **fields: Any) -> None:
-        self.channel.send(Skeleton(output, payload, MAC, **fields), fd)
+    def skeleton(
+        self, output: str, payload: bytes = b"", fd: int | None = None, *, plain: bool = False, **fields: int
+    ) -> None:
+        self.channel.send(Skeleton(output, Body(payload, MAC, **fields), plain), fd)
 
     def answer(self, timeout_s: float = DEADLINE_S) -> Message:
         """The packer's next message to this worker."""
@@ -270,7 +278,7 @@ def transfer(engine: Engine, worker: Worker, nbytes: int = 5000) -> None:
     worker.export(output, worker.write(data))
     worker.skeleton(output, b"skeleton")
     ready = engine.next()
-    assert (ready.output, ready.payload) == (output, b"skeleton")
+    assert (ready.output, ready.body.payload) == (output, b"skeleton")
     assert engine.read(ready) == [data]
     assert worker.answer() == Ack(output)
     engine.release(*(lease.lease for lease in ready.leases))

@@ -670,8 +670,10 @@ def test_what_was_coming_and_failed_leaves_no_lease_and_no_room_behind(packer, e
         wait_until(lambda: engine.receive(0.01) is None and engine._coming, "it is coming")
         device.why = "device-side assert"
         assert "device-side assert" in engine.next().error
-        assert not engine._coming
         engine.wait_no_lease()
+        device.why, device.stalled = "", False
+        side.send([torch.ones(FLOATS)], "next")
+        engine.output("next")  # by then the packer would have complained of a lease that was not out
     assert "is not out" not in packer.log
 
 
@@ -759,7 +761,7 @@ def test_a_skeleton_with_a_wrong_mac_is_not_unpickled_and_fails_alone(packer, en
     }[forged]
     with contextlib.closing(Worker(packer, engine.session)) as forger:
         forger.export("forged", forger.write(b"x" * 1000))
-        forger.channel.send(protocol.Skeleton("forged", payload, mac))
+        forger.channel.send(protocol.Skeleton("forged", protocol.Body(payload, mac)))
         received = engine.next()
         assert received.output is None
         assert "MAC" in received.error
@@ -789,7 +791,7 @@ def test_a_skeleton_that_points_outside_its_memory_fails_alone_and_its_lease_ret
     payload = skeleton._encode(skeleton._Payload((spec,), pickle.dumps(None)))
     with contextlib.closing(Worker(packer, engine.session)) as other:
         other.export("bad", other.write(b"x" * 4000))
-        other.channel.send(protocol.Skeleton("bad", payload, skeleton.mac(MAC_KEY, "bad", payload)))
+        other.channel.send(protocol.Skeleton("bad", protocol.Body(payload, skeleton.mac(MAC_KEY, "bad", payload))))
         received = engine.next()
         assert received.error
         assert reason in received.error
@@ -803,7 +805,9 @@ def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, en
         payload, _ = skeleton.dump("once", {}, lambda tensor: tensor)
         for output in ("twice", "twice", "last"):
             other.export(output, other.write(b"x" * 4000))
-            other.channel.send(protocol.Skeleton(output, payload, skeleton.mac(MAC_KEY, output, payload)))
+            other.channel.send(
+                protocol.Skeleton(output, protocol.Body(payload, skeleton.mac(MAC_KEY, output, payload)))
+            )
             assert other.answer() == Ack(output)
     assert [engine.next().output_id, engine.next().output_id] == ["twice", "last"]
     engine.wait_no_lease()

@@ -13,6 +13,7 @@ from packer_service import protocol
 from packer_service.errors import ProtocolError
 from packer_service.protocol import (
     Ack,
+    Body,
     Challenge,
     Decoder,
     Describe,
@@ -59,7 +60,7 @@ MESSAGES: list[tuple[Decoder, Message]] = [
     (protocol.from_worker, UnmapArena(3)),
     (protocol.to_worker, Unmapped(3)),
     (protocol.from_worker, Export("output", 7, (Piece(0, 4096, 1), Piece(1, 0, 1 << 40)), bytes(64), (1,))),
-    (protocol.from_worker, Skeleton("output", b"payload", DIGEST, 4096, 12, True)),
+    (protocol.from_worker, Skeleton("output", Body(b"payload", DIGEST, 4096, 12), True)),
     (protocol.from_worker, Withdraw("output", "out of memory")),
     (protocol.from_worker, Fail("output", "device-side assert")),
     (protocol.from_worker, Ping()),
@@ -77,9 +78,9 @@ MESSAGES: list[tuple[Decoder, Message]] = [
     (protocol.to_engine, Refused("you broke the protocol")),
     (protocol.to_engine, Segment(0, 1 << 30)),
     (protocol.to_engine, SegmentGone(0)),
-    (protocol.to_engine, OutputComing("output", (Lease(1, 0, 4096, 5),), b"payload", DIGEST, 8, 4)),
+    (protocol.to_engine, OutputComing("output", (Lease(1, 0, 4096, 5),), Body(b"payload", DIGEST, 8, 4))),
     (protocol.to_engine, OutputGone(1)),
-    (protocol.to_engine, OutputReady("output", (Lease(1, 0, 4096, 5),), b"payload", DIGEST, 8, 4)),
+    (protocol.to_engine, OutputReady("output", (Lease(1, 0, 4096, 5),), Body(b"payload", DIGEST, 8, 4))),
     (protocol.to_engine, OutputReady("output", error="the worker died")),
     (protocol.from_engine, Release((1, 2, 1 << 40))),
 ]
@@ -142,8 +143,8 @@ def test_a_damaged_message_is_a_protocol_error_or_a_message_and_nothing_else(cas
         (protocol.from_worker, Export("output", 1, (Piece(0, 0, 1),) * (protocol.MAX_PIECES + 1))),
         (protocol.from_worker, Export("output", 1, (), bytes(65))),
         (protocol.from_worker, MapArena(0, 0)),
-        (protocol.from_worker, Skeleton("output", bytes(protocol.MAX_PAYLOAD_BYTES + 1), DIGEST)),
-        (protocol.from_worker, Skeleton("output", b"", DIGEST[:-1])),
+        (protocol.from_worker, Skeleton("output", Body(bytes(protocol.MAX_PAYLOAD_BYTES + 1), DIGEST))),
+        (protocol.from_worker, Skeleton("output", Body(b"", DIGEST[:-1]))),
         (protocol.from_worker, Withdraw("output", "x" * 4097)),
         (protocol.from_engine, Release((-1,))),
         (protocol.from_engine, Release((1,) * (protocol.MAX_PIECES + 1))),
@@ -180,7 +181,7 @@ def test_the_largest_output_fits_a_datagram():
     """1024 pieces of a pool of a terabyte after four billion leases, beside the largest payload and the longest name."""
     pieces, name, payload = protocol.MAX_PIECES, "x" * 128, bytes(protocol.MAX_PAYLOAD_BYTES)
     leases = tuple(Lease((1 << 32) - n, 250, (1 << 40) - n, (1 << 32) - n) for n in range(1, pieces + 1))
-    ready = OutputReady(name, leases, payload, DIGEST, 1 << 40, 1 << 20)
+    ready = OutputReady(name, leases, Body(payload, DIGEST, 1 << 40, 1 << 20))
     assert protocol.to_engine(protocol.encode(ready)) == ready
     chunks = tuple(Piece((1 << 33) + n, (1 << 40) - n, (1 << 32) - n) for n in range(1, pieces + 1))
     export = Export(name, 1 << 40, chunks, bytes(64), tuple(piece.arena for piece in chunks))

@@ -42,6 +42,7 @@ from packer_service.errors import HandshakeError, PackerError, PackerUnavailable
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.protocol import (
     Ack,
+    Body,
     Export,
     Fail,
     MapArena,
@@ -115,7 +116,7 @@ def test_an_output_of_several_pieces_arrives_piece_by_piece_and_is_acknowledged(
     worker.skeleton("output", b"three arrays")
     ready = engine.next()
     assert engine.read(ready) == data
-    assert (ready.payload, ready.mac, ready.error) == (b"three arrays", MAC, "")
+    assert (ready.body, ready.error) == (Body(b"three arrays", MAC), "")
     assert worker.answer() == Ack("output")
 
 
@@ -145,15 +146,14 @@ def test_a_plain_skeleton_goes_ahead_to_the_engine_while_its_output_is_copied(pa
     os.close(fd)
     coming = engine.next_coming()
     assert len(engine.fds) == 1
-    assert (coming.output, coming.payload, coming.mac) == ("output", b"plain", MAC)
-    assert (coming.host_nbytes, coming.payload_in_host) == (100, 7)
+    assert (coming.output, coming.body) == ("output", Body(b"plain", MAC, 100, 7))
     engine.release(coming.leases[0].lease)  # which is not the engine's yet
     packer.wait_log(f"lease {coming.leases[0].lease} is not out")
     worker.write(b"now it is ")
     worker.reach(value)
     ready = engine.next()
     assert engine.fds == []
-    assert (ready.leases, ready.payload, ready.mac) == (coming.leases, b"", b"")
+    assert (ready.leases, ready.body) == (coming.leases, None)
     assert engine.read(ready) == [b"now it is "]
     assert worker.answer() == Ack("output")
 
@@ -165,7 +165,7 @@ def test_a_skeleton_that_reads_its_arrays_waits_for_them(pair):
     wait_until(lambda: state_of(engine, "output") == "waiting for the worker's forward", "the packer has the skeleton")
     assert not engine.coming
     worker.reach(value)
-    assert engine.next().payload == b"not plain"
+    assert engine.next().body == Body(b"not plain", MAC)
 
 
 @pytest.mark.parametrize("end", ["fails", "hangs up"])
@@ -193,11 +193,11 @@ def test_an_engine_that_does_not_read_hears_later_of_what_does_not_come(packer, 
     for number in range(10):  # more than fits its connection
         worker.export(f"output-{number}", worker.write(b"x"), complete=False)
         worker.skeleton(f"output-{number}", bytes(protocol.MAX_PAYLOAD_BYTES), plain=True)
+    engine.next_coming()
     gone = packer.log.count("is gone")
     worker.timeline.let_go()  # as if it died
     worker.channel.close()
     packer.wait_log("is gone", gone + 1)
-    engine.next_coming()
     wait_until(lambda: [engine.poll()] and not engine.coming, "they are forgotten")
 
 
@@ -206,7 +206,7 @@ def test_an_output_without_device_arrays_needs_no_copy(pair):
     worker.export("text")
     worker.skeleton("text", b"no arrays")
     ready = engine.next()
-    assert (ready.output, ready.leases, ready.payload) == ("text", (), b"no arrays")
+    assert (ready.output, ready.leases, ready.body) == ("text", (), Body(b"no arrays", MAC))
     assert worker.answer() == Ack("text")
 
 
@@ -217,7 +217,7 @@ def test_host_arrays_reach_the_engine_in_the_workers_own_memfd(pair):
     worker.export("output")
     worker.skeleton("output", b"", host.fd, host_nbytes=5000, payload_in_host=12)
     ready = engine.next()
-    assert (ready.host_nbytes, ready.payload_in_host) == (5000, 12)
+    assert (ready.body.host_nbytes, ready.body.payload_in_host) == (5000, 12)
     mapped = SharedMemory.attach(engine.fds.pop(), 5000)
     assert mapped.buffer[:5] == b"numpy"
     mapped.close()
@@ -545,7 +545,7 @@ HELLO_AGAIN = protocol.Hello(protocol.VERSION, "worker", "session-1", bytes(32),
         ),
         (protocol.encode(Export("output", 1, (Piece(5, 0, 1),))), "arena chunk 5 was never mapped"),
         (protocol.encode(Probe(1, Piece(5, 0, 1))), "arena chunk 5 was never mapped"),
-        (protocol.encode(Skeleton("never exported", b"", MAC)), "was not exported"),
+        (protocol.encode(Skeleton("never exported", Body(b"", MAC))), "was not exported"),
         (protocol.encode(Withdraw("never exported")), "was not exported"),
         (protocol.encode(MapTimeline()), "sends its timeline once"),
         (protocol.encode(MapArena(0, 4096)), "is mapped already"),

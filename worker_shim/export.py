@@ -2,9 +2,9 @@
 
 Note [Who does what in the worker]
 Main thread, in ``stage``: find the device arrays, tell the packer to start, copy them into slots on the current stream,
-signal. Then, in ``submit_now``, pickle and send what is left of a plain output (``skeleton.survey``): that takes less of the
-GIL than another thread costs this one, which would be woken by it and then take the GIL from it a few times. It never waits
-for the packer: a message that finds no room goes to the outbox.
+signal. Then, in ``submit_now``, pickle what is left of a plain output (``skeleton.survey``) and send it: waking the export
+thread, and losing the GIL to it a few times, would cost this thread more. The main thread never waits for the packer: a
+message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
 Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
 
@@ -32,6 +32,7 @@ from packer_service.errors import DeviceError, PackerUnavailable
 from packer_service.extents import align
 from packer_service.memory import SharedMemory
 from packer_service.protocol import (
+    Body,
     Export,
     Fail,
     MapArena,
@@ -367,7 +368,7 @@ class Exporter:
         """
         self._uplink.flush()
         if staged.payload:
-            return  # submit_now posted it, behind what was just sent
+            return  # submit_now posted it, and the flush above sent it
         try:
             self._pickle(staged, salvage)
             if staged.overflow_bytes and not self._stage_late(staged):
@@ -389,42 +390,6 @@ class Exporter:
         self._send_second(staged, Withdraw(staged.output_id))
         self._uplink.flush()
 
-    def _pickle(self, staged: Staged, salvage: Salvage) -> None:
-        """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
-
-        def to_host(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu":
-                return tensor
-            with self.device.after(staged.signal.value):  # hidden where find_tensors does not look
-                return tensor.detach().cpu()
-
-        def dump(output: object) -> tuple[bytes, skeleton.HostArrays]:
-            return skeleton.dump(output, staged.places, to_host)
-
-        try:
-            payload, host = dump(staged.output)
-        except Exception:
-            # A place goes by id(): what salvage takes out must live on, or a tensor made meanwhile could have the same.
-            placed = skeleton.find_tensors(staged.output, self.device.owns)
-            if not salvage(staged.output, dump):
-                raise
-            payload, host = dump(staged.output)
-            del placed
-        tail = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
-        nbytes = host.nbytes + len(tail)
-        if nbytes:
-            staged.host = SharedMemory.create("packer-host-arrays", nbytes)
-            host.write_into(staged.host.buffer)
-            staged.host.buffer[host.nbytes :] = tail
-        staged.payload, staged.output = payload, None
-
-    def _send_skeleton(self, staged: Staged) -> None:
-        mac = skeleton.mac(self._mac_key, staged.output_id, staged.payload)
-        host_bytes = staged.host.nbytes if staged.host is not None else 0
-        in_host = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
-        payload = b"" if in_host else staged.payload
-        self._send_second(staged, Skeleton(staged.output_id, payload, mac, host_bytes, in_host, staged.plain))
-
     def _stage_late(self, staged: Staged) -> bool:
         """Give clones their slots as soon as some come back."""
         slots = self._arena.wait_allocate([clone.numel() for clone in staged.beside], self._wait_s)
@@ -443,22 +408,6 @@ class Exporter:
         with self._uplink.lock:
             self._overflow_left += staged.overflow_bytes
             staged.overflow_bytes = 0
-
-    def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
-        with self._uplink.lock:
-            settled = staged.output_id not in self._pending  # it failed on the device meanwhile
-            broken, known = self.broken, staged.export is not None
-            if broken or not known:
-                self._forget(staged)
-            elif staged.second is None and not settled:
-                staged.second = message
-                self._uplink.post(message, staged.second_fd())
-        if settled:
-            self.release(staged)  # what pickling it added
-        elif broken:
-            self._hand_back(staged, broken)
-        elif not known:
-            self._settle(staged)  # withdrawn before the packer ever heard of it
 
     # -- the uplink's client: its thread hears of acks -----------------------------------------------------------------
 
@@ -518,6 +467,62 @@ class Exporter:
             return self._pending.pop(output_id, None)
 
     # -- either --------------------------------------------------------------------------------------------------------
+
+    def _pickle(self, staged: Staged, salvage: Salvage) -> None:
+        """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu":
+                return tensor
+            with self.device.after(staged.signal.value):  # hidden where find_tensors does not look
+                return tensor.detach().cpu()
+
+        def dump(output: object) -> tuple[bytes, skeleton.HostArrays]:
+            return skeleton.dump(output, staged.places, to_host)
+
+        try:
+            payload, host = dump(staged.output)
+        except Exception:
+            # A place goes by id(): what salvage takes out must live on, or a tensor made meanwhile could have the same.
+            placed = skeleton.find_tensors(staged.output, self.device.owns)
+            if not salvage(staged.output, dump):
+                raise
+            payload, host = dump(staged.output)
+            del placed
+        tail = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
+        nbytes = host.nbytes + len(tail)
+        if nbytes:
+            staged.host = SharedMemory.create("packer-host-arrays", nbytes)
+            host.write_into(staged.host.buffer)
+            staged.host.buffer[host.nbytes :] = tail
+        staged.payload, staged.output = payload, None
+
+    def _send_skeleton(self, staged: Staged) -> None:
+        host = staged.host  # once: the ack thread may release it meanwhile
+        in_host = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
+        body = Body(
+            b"" if in_host else staged.payload,
+            skeleton.mac(self._mac_key, staged.output_id, staged.payload),
+            host.nbytes if host is not None else 0,
+            in_host,
+        )
+        self._send_second(staged, Skeleton(staged.output_id, body, staged.plain))
+
+    def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
+        with self._uplink.lock:
+            settled = staged.output_id not in self._pending  # it failed on the device meanwhile
+            broken, known = self.broken, staged.export is not None
+            if broken or not known:
+                self._forget(staged)
+            elif staged.second is None and not settled:
+                staged.second = message
+                self._uplink.post(message, staged.second_fd())
+        if settled:
+            self.release(staged)  # what pickling it added
+        elif broken:
+            self._hand_back(staged, broken)
+        elif not known:
+            self._settle(staged)  # withdrawn before the packer ever heard of it
 
     def _forget(self, staged: Staged) -> None:
         self._forget_id(staged.output_id)

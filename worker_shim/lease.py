@@ -7,6 +7,9 @@ alive for as long as any tensor shares the storage: views, ``view(dtype)``, ``de
 back when the last of them dies, and since the array covers its own bytes and no more, pickling the smallest view never
 pickles a segment. The mapping itself lives as long as any array over it, also after the engine was closed or the packer died.
 
+An output that is coming has arrays before its leases are ours; the receiver holds them until OUTPUT_READY, so that no lease
+goes back early.
+
 A finalizer runs wherever the garbage collector happens to be, so it only puts a number into a queue; a thread does the rest.
 It is a plain weak reference's callback: weakref.finalize is a page of Python, most of it for the end of the interpreter, where
 nothing of ours has to be given back.
@@ -80,8 +83,8 @@ class LeaseBook:
     def _died(self, reference: weakref.ref[np.ndarray]) -> None:
         self._deaths.put(self._alive.pop(id(reference))[1])
 
-    def forget(self, leases: Iterable[Lease]) -> None:
-        """These were never ours: what was granted of them gives nothing back when it dies."""
+    def forget_leases(self, leases: Iterable[Lease]) -> None:
+        """Leases that were coming and never became ours: their arrays give nothing back when they die."""
         with self._lock:
             for lease in leases:
                 self._uses.pop(lease.lease, None)
@@ -94,7 +97,7 @@ class LeaseBook:
 
     @property
     def outstanding(self) -> int:
-        """Leases that are out."""
+        """Leases that are out, and those that are coming."""
         with self._lock:
             return len(self._uses)
 

@@ -15,7 +15,7 @@ import torch
 
 from packer_service import protocol
 from packer_service.errors import PackerError, PeerClosed
-from packer_service.protocol import Lease, OutputComing, OutputGone, OutputReady
+from packer_service.protocol import Body, Lease, OutputComing, OutputGone, OutputReady
 from packer_service.transport import Channel, close_fds
 from worker_shim import skeleton
 from worker_shim.heartbeat import Heartbeat
@@ -58,13 +58,14 @@ class Received(NamedTuple):
     error: str = ""
 
 
-class _Assembled(NamedTuple):
-    """An output over its leases, and what gives those back: the arrays, when nobody looks at them, and what has none."""
+class _Assembled:
+    """An output over its leases. These go back when ``arrays`` die; those in ``unused``, which have none, by ``give_back``."""
 
-    received: Received
-    leases: tuple[Lease, ...]
-    arrays: dict[tuple[int, int], np.ndarray]  # (piece, offset) -> its bytes
-    unused: dict[int, Lease]  # by piece
+    def __init__(self, leases: tuple[Lease, ...]) -> None:
+        self.received: Received | None = None
+        self.leases = leases
+        self.arrays: dict[tuple[int, int], np.ndarray] = {}  # (piece, offset) -> its bytes
+        self.unused = dict(enumerate(leases))  # by piece
 
 
 class Receiver:
@@ -88,7 +89,7 @@ class Receiver:
         self._described: queue.SimpleQueue[protocol.Described] = queue.SimpleQueue()
         self._mac_key = mac_key
         self._delivered = delivered
-        # By their first lease, which is a number never used twice. Their bytes are not there yet, and their leases not ours.
+        # Outputs that are coming, by their first lease, a number never used twice: bytes not there yet, leases not ours.
         self._coming: dict[int, _Assembled] = {}
 
     def receive(self, timeout_s: float) -> Received | None:
@@ -139,7 +140,7 @@ class Receiver:
             return None
         if isinstance(message, OutputGone):
             if (gone := self._coming.pop(message.lease, None)) is not None:
-                self.leases.forget(gone.leases)
+                self.leases.forget_leases(gone.leases)
             return None
         assert isinstance(message, OutputReady)
         if message.error:
@@ -159,30 +160,27 @@ class Receiver:
 
     def _assemble(self, message: OutputComing | OutputReady, fds: list[int]) -> _Assembled:
         """Put an output together over its leases. What goes wrong is that output's error."""
-        arrays: dict[tuple[int, int], np.ndarray] = {}
-        unused = dict(enumerate(message.leases))
+        assembled = _Assembled(message.leases)
         try:
-            received = Received(message.output, self._build(message, fds, arrays, unused))
+            if message.body is None:
+                raise PackerError("nothing says what it is")
+            output = self._build(message.output, message.body, fds, assembled)
+            assembled.received = Received(message.output, output)
         except Exception as error:  # whatever an unpickled class raises belongs to this output alone
             logger.exception("output %s cannot be put together", message.output)
-            received = Received(message.output, error=f"output {message.output} cannot be put together: {error!r}")
-        return _Assembled(received, message.leases, arrays, unused)
+            reason = f"output {message.output} cannot be put together: {error!r}"
+            assembled.received = Received(message.output, error=reason)
+        return assembled
 
-    def _build(
-        self,
-        message: OutputComing | OutputReady,
-        fds: list[int],
-        arrays: dict[tuple[int, int], np.ndarray],
-        unused: dict[int, Lease],
-    ) -> Any:
-        """The output; its arrays go into ``arrays``, and their leases out of ``unused``."""
-        host: Any = map_host_arrays(fds, message.host_nbytes) if message.host_nbytes else b""
-        payload: bytes | memoryview = message.payload
-        if message.payload_in_host:
-            payload = memoryview(host)[len(host) - message.payload_in_host :]
-        if not hmac.compare_digest(skeleton.mac(self._mac_key, message.output, payload), message.mac):
+    def _build(self, output_id: str, body: Body, fds: list[int], assembled: _Assembled) -> Any:
+        host: Any = map_host_arrays(fds, body.host_nbytes) if body.host_nbytes else b""
+        payload: bytes | memoryview = body.payload
+        if body.payload_in_host:
+            payload = memoryview(host)[len(host) - body.payload_in_host :]
+        if not hmac.compare_digest(skeleton.mac(self._mac_key, output_id, payload), body.mac):
             raise PackerError("its MAC is not our worker's")
         specs, pickled = skeleton.array_specs(payload)
+        arrays, unused = assembled.arrays, assembled.unused
         by_piece: dict[int, list[tuple[int, int]]] = {}
         for spec in specs:
             if spec.piece >= 0 and spec.nbytes:

@@ -157,17 +157,18 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 
     def _pass_on(self, job: Staged | _OwnPath, sent: bool) -> None:
         """Send what is left of an output, or have the export thread do it. ``sent``: the engine was promised it."""
-        if not sent:
-            self._async_output_queue.put(_Unsent(job))
-        elif self.exporter is None or isinstance(job, _OwnPath) or not self.exporter.submit_now(job):
-            self._async_output_queue.put(job)
+        if sent and isinstance(job, Staged):
+            assert self.exporter is not None
+            if self.exporter.submit_now(job):
+                return
+        self._async_output_queue.put(job if sent else _Unsent(job))
 
     def _reply(self, reply: Any, rpc_id: str | None) -> None:
         """A reply that vllm-omni packs right here, on this thread: a step's, or a DP wave's.
 
         Its outputs leave through the exporter, and placeholders in the reply stand for them. One that cannot leave that way
-        now stays in the reply. Nothing is handed to the export thread before the reply is out: with no placeholder at the
-        engine nobody would ask for it.
+        now stays in the reply. Nothing more is sent of them before the reply is out: with no placeholder at the engine nobody
+        would ask for them.
         """
         staged: list[Staged] = []
         sent = False

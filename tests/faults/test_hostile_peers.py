@@ -40,7 +40,18 @@ from packer_service.engine_session import EngineSession
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
 from packer_service.pool import Budget, Pool
-from packer_service.protocol import Ack, Export, MapArena, MapTimeline, Nack, OutputReady, Piece, Refused, Skeleton
+from packer_service.protocol import (
+    Ack,
+    Body,
+    Export,
+    MapArena,
+    MapTimeline,
+    Nack,
+    OutputReady,
+    Piece,
+    Refused,
+    Skeleton,
+)
 from packer_service.server import MAX_UNPROVEN
 from packer_service.transport import Channel
 from packer_service.worker_session import MAX_ARENAS, MAX_HOST_MEMFDS, WorkerSession
@@ -291,7 +302,7 @@ def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(er
         assert isinstance(worker.receive(DEADLINE_S)[0], protocol.Probed)  # so both are mapped
         before = len(os.listdir("/proc/self/fd"))
         worker.send(Export("output", 0, (Piece(0, 0, 10), Piece(0, 10, 10))))
-        worker.send(Skeleton("output", b"", MAC, 100), arena.fd)
+        worker.send(Skeleton("output", Body(b"", MAC, 100)), arena.fd)
         (answer, _) = worker.receive(DEADLINE_S)
         assert isinstance(answer, Nack)
         assert (answer.output, str(error) in answer.reason) == ("output", True)
