@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import enum
+import functools
 import gc
 import io
 import itertools
@@ -393,6 +395,10 @@ class Slotted:
     value: Any
 
 
+class Colour(enum.Enum):
+    RED = 1
+
+
 Pair = collections.namedtuple("Pair", "first second")
 
 LEAVES = st.one_of(
@@ -441,6 +447,24 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
     }
     found = skeleton.find_tensors(output, lambda tensor: tensor.numel() != 2)
     assert [tensor.numel() for tensor in found] == [1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("output", "plain"),
+    [
+        ([Media(torch.zeros(5)), Colour.RED], True),
+        ([torch.zeros(5) for _ in range(10)], True),
+        ([torch.zeros(5) for _ in range(100)], False),
+        (torch.zeros(skeleton.INLINE_BYTES // 4 + 1), False),
+        (torch.zeros(5, device="meta"), False),
+        (torch.zeros(5).to_sparse(), False),
+        (functools.reduce(lambda inner, _: [inner], range(13), 1.0), False),
+        ({(1, 2): 3}, False),
+    ],
+    ids=["enum", "few host arrays", "many", "large", "of another device", "sparse", "deep", "odd key"],
+)
+def test_what_of_the_host_is_plain(output, plain):
+    assert skeleton.survey(output, lambda tensor: False).plain is plain
 
 
 def test_a_tensor_where_nobody_looks_still_arrives():

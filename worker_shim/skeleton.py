@@ -37,6 +37,7 @@ INLINE_BYTES = 2048  # a host array up to this travels inside the skeleton
 ARRAY_ALIGNMENT = 512  # of every array in a piece or in the host memfd
 _MAX_DEPTH = 12
 _PLAIN_ITEMS = 512
+_ITEMS_AN_ARRAY = 32  # a host array takes as long to pickle as that many values
 _PLAIN_TEXT = 64 << 10
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
@@ -139,6 +140,8 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
                 found.setdefault(id(value), value)
             elif value.device.type != "cpu" or value.nbytes > INLINE_BYTES:
                 plain = False
+            else:
+                items += _ITEMS_AN_ARRAY
             continue
         elif hasattr(kind, "__dataclass_fields__"):
             children = [*getattr(value, "__dict__", {}).values()]
@@ -161,7 +164,7 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
             inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
             inner.reverse()
             stack += inner
-    return Survey(list(found.values()), plain)
+    return Survey(list(found.values()), plain and items <= _PLAIN_ITEMS)
 
 
 def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
