@@ -114,10 +114,12 @@ def test_32_concurrent_requests_of_mixed_sizes_and_dtypes_are_bit_for_bit_those_
         sizes = {"height": height, "width": width, "num_frames": num_frames}
         requests.append({"seed": seed, "dtype": dtypes[seed % len(dtypes)], **sizes})
     sizes = batch_sizes(running, monkeypatch)
+    before = running.executor.packer_outputs
     received = outputs(running, *requests)
     assert_same(received, uni(*requests))
     assert all(map(in_packer_memory, received))
     assert sum(sizes) == 32
+    assert running.executor.packer_outputs - before == len(sizes)  # a batch is one
     if running.diffusion_engine.od_config.max_num_seqs > 1:
         assert max(sizes) > 1, "nothing was batched"
 

@@ -248,7 +248,9 @@ def test_with_no_packer_to_be_had_step_mode_is_vllm_omnis_own(residue, reference
 def test_outputs_smaller_than_min_bytes_stay_in_the_reply(selective, reference):
     requests = [{"seed": 1}, {"seed": 2, **IMAGE}]  # 72 KiB, 3 MiB
     with replies(selective) as parts:
+        before = selective.executor.packer_outputs
         received = outputs(selective, *requests)
+        assert selective.executor.packer_outputs - before == 1
         assert sorted(part[3] is None for part in parts if part[1]) == [False, True]
     assert [in_packer_memory(output) for output in received] == [False, True]
     assert_same(received, first(reference(*requests)))

@@ -172,6 +172,11 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         """The packers that serve this executor; none where outputs take vllm-omni's own path."""
         return [pid for keeper in self._keepers if (pid := keeper.queue.packer_pid) is not None]
 
+    @property
+    def packer_outputs(self) -> int:
+        """Outputs that came through packers so far, those that failed there included. A batch's is one."""
+        return sum(keeper.queue.outputs for keeper in self._keepers)
+
     def _launch_workers(self, *args: Any, **kwargs: Any) -> Any:
         """vllm-omni's own, run with a WorkerProc whose entry point is ours. Its module stays as it is."""
         launch = multiproc_executor.MultiprocDiffusionExecutor._launch_workers

@@ -31,6 +31,7 @@ class PackerResultQueue:
         self, channel: Channel, mac_key: bytes, delivered: Delivered, hang_s: float, on_lost: Callable[[str], None]
     ) -> None:
         self.worker_gone = threading.Event()  # the packer is done with a worker that died
+        self.outputs = 0  # that came, errors included; written by the pump thread
         self._mac_key = mac_key
         self._delivered = delivered
         self._hang_s = hang_s
@@ -77,6 +78,7 @@ class PackerResultQueue:
         received = self._receive(timeout if self._quiet else min(_QUIET_S, timeout))
         if received is not None:
             self._quiet = False
+            self.outputs += 1
             return AsyncDiffusionOutput(
                 kind=AsyncOutputKind.OUTPUT_READY,
                 async_output_id=received.output_id,

@@ -58,6 +58,7 @@ class Handoffs(NamedTuple):
     latencies_s: list[float]
     wall_s: float
     mismatches: int
+    own_path: int = 0  # outputs that did not come through the packer
 
 
 class BareCopy:
@@ -114,6 +115,7 @@ class EngineSide:
         for seed in range(2):  # the arena and the pool find their size
             self._at_once(case, [seed])
         self._timer.take()
+        before = self._running.executor.packer_outputs
         for seed in range(requests):
             mismatches += self._at_once(case, [seed])[0]
             advance()
@@ -121,7 +123,8 @@ class EngineSide:
         wrong, wall_s = self._at_once(case, list(range(requests)))
         self._timer.take()
         advance()
-        return Handoffs(latencies, wall_s, mismatches + wrong)
+        through_packer = self._running.executor.packer_outputs - before
+        return Handoffs(latencies, wall_s, mismatches + wrong, 2 * requests - through_packer)
 
     def _at_once(self, case: Case, seeds: list[int]) -> tuple[int, float]:
         """Run these requests at once; how many outputs were wrong, and in how many seconds they came."""
@@ -180,6 +183,7 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
                     "bare_copy_ms": round(copy * 1e3, 3),
                     "ratio": round(p50 / copy, 2),
                     "outputs_per_s": round(requests / handoffs.wall_s, 1),
+                    "own_path": handoffs.own_path,
                     "mismatches": handoffs.mismatches,
                 }
             )
@@ -188,6 +192,7 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
         "engine": "vllm-omni" if importlib.util.find_spec("vllm_omni") else "plain (vllm-omni is not installed)",
         "packer": uses_packer,
         "outputs": sum(row["requests"] for row in rows),
+        "own_path": sum(row["own_path"] for row in rows),
         "mismatches": sum(row["mismatches"] for row in rows),
         "rows": rows,
     }
@@ -216,6 +221,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
         "p50, p99: from the worker's _return_result to the output in the engine's hands; copy: the same bytes to the host"
         " and nothing else; out/s: all requests at once, forwards included."
     )
+    if result["own_path"]:
+        console.print(
+            f"{result['own_path']} of {result['outputs']} outputs took vllm-omni's own path: run it again with"
+            " PACKER_LOG_LEVEL=info VLLM_LOGGING_LEVEL=INFO to see why."
+        )
     if result["device"] == "host":
         console.print("There is no GPU here: the host device shows that the path works, not how fast it is.")
 
