@@ -121,7 +121,7 @@ def targets(results: dict[str, Result]) -> list[Target]:
         return [(row["p50_ms"] / reference[_key(row)]["p50_ms"], _name(row)) for row in known]
 
     large = [row for row in ours.values() if row["nbytes"] >= 256 * MIB]
-    small = [row for row in ours.values() if row["nbytes"] <= 12 * MIB and _key(row) in bare]
+    small = [row for row in ours.values() if 3 * MIB <= row["nbytes"] <= 12 * MIB and _key(row) in bare]
     found = [
         _most("hand-off p50 over bare pinned copy, >= 256 MB", 1.10, over(bare, large)),
         _most(
@@ -215,8 +215,11 @@ def _fraction(figure: str, times: int, pairs: Sequence[tuple[float, str]]) -> Ta
 def _name(row: Row) -> str:
     """An output in words. Sizes that are a power of two are MB of 2^20 bytes, the others of 10^6, as everywhere here."""
     nbytes = row["nbytes"]
-    size = f"{nbytes / MIB:g}" if nbytes % MIB == 0 else f"{nbytes / MB:.0f}"
-    return f"{size} MB" + (f" {row['dtype']}" if "dtype" in row else "")
+    if nbytes < MIB:
+        size = f"{nbytes / 1024:g} KiB"
+    else:
+        size = f"{nbytes / MIB:g} MB" if nbytes % MIB == 0 else f"{nbytes / MB:.0f} MB"
+    return size + (f" {row['dtype']}" if "dtype" in row else "")
 
 
 def _cell(row: Row) -> str:

