@@ -64,9 +64,7 @@ def _samples(ours: int, theirs: int) -> dict[str, int]:
 
 _MANY, _FEW = _samples(300, 100), _samples(300, 20)
 ON_GPU = [
-    Case(
-        (1, 1, 1, 64, 64), "float32", 1, _MANY
-    ),  # 16 KiB and 256 KiB: where is the packer worth it (setting min_bytes)?
+    Case((1, 1, 1, 64, 64), "float32", 1, _MANY),  # 16 KiB, and 256: is the packer worth it there (setting min_bytes)?
     Case((1, 1, 1, 256, 256), "float32", 1, _MANY),
     Case((1, 3, 1, 512, 512), "float32", 1, _MANY),  # 3 MB
     Case((1, 3, 1, 1024, 1024), "float32", 1, _MANY),  # 12 MB
