@@ -36,7 +36,7 @@ from packer_service.transport import Channel
 torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
 
-from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide  # noqa: E402
+from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide, working  # noqa: E402
 from test_skeleton import (  # noqa: E402
     OUTPUTS,
     assert_same,
@@ -637,10 +637,13 @@ def test_what_found_no_room_on_the_main_thread_is_sent_once_by_the_export_thread
     assert engine.receive(0.1) is None
 
 
-def test_the_engine_puts_a_plain_output_together_while_its_forward_runs(packer, engine):
+def test_the_engine_puts_a_plain_output_together_while_its_forward_runs(tmp_path):
     device = Stalling()
-    side = WorkerSide(packer, engine.session, device=device)
-    with contextlib.closing(side.exporter):
+    with contextlib.ExitStack() as stack:
+        # Of its own: one that gives back what earlier tests had may put off the copy, and with it what is coming.
+        packer = stack.enter_context(running_packer(tmp_path / "run", pool_max_bytes="64MiB"))
+        engine = stack.enter_context(contextlib.closing(EngineSide(packer)))
+        side = stack.enter_context(working(engine, packer, device=device))
         side.send([torch.ones(2 * FLOATS)], "first")
         engine.output("first")  # the pool has grown
         device.stalled = True
@@ -934,7 +937,15 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
         for staged, _ in side.handed_back:
             side.exporter.release(staged)
         assert side.arena_idle()
-        assert side.exporter.stage([torch.ones(3)], "later") is None, "there is no packer to stage for"
+        buffer = torch.ones(4 * FLOATS)
+        side.send([buffer], "later")
+        buffer.fill_(2)  # as the next forward of a pipeline that uses it again
+        side.send([torch.ones(3 * FLOATS)], "beside the arena")
+        assert len(side.wait_handed_back(6)) == 6
+        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.handed_back[4:]}
+        assert_same(rebuilt, {"later": [torch.ones(4 * FLOATS)], "beside the arena": [torch.ones(3 * FLOATS)]})
+        for staged, _ in side.handed_back[4:]:
+            side.exporter.release(staged)
         assert engine.receive(0) is None
         assert engine.broken
         side.exporter.close()

@@ -129,7 +129,7 @@ class Exporter:
         on_settled: Callable[[str], None],
         on_handed_back: Callable[[Staged, str], None],
     ) -> None:
-        self.broken = ""  # why no new output can be exported
+        self.broken = ""  # why no output can be exported: what is staged is handed back
         self.device = device
         self._wait_s = settings.wait_s
         self._mac_key = mac_key
@@ -186,10 +186,9 @@ class Exporter:
     def stage(self, output: object, output_id: str) -> Staged | None:
         """Take the device arrays of ``output`` on the current stream and have the packer start. None: not this way now.
 
-        After it returns, the output's own memory may be overwritten or freed in stream order.
+        After it returns, the output's own memory may be overwritten or freed in stream order. So it stages where no packer is
+        there to start, too: ``submit`` hands such an output back, and the own way it is read from where it was staged.
         """
-        if self.broken:
-            return None
         tensors, plain = skeleton.survey(output, self.device.owns)
         places, sizes = plan([tensor.nbytes for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
@@ -223,7 +222,7 @@ class Exporter:
 
     def submit_now(self, staged: Staged) -> bool:
         """``submit``, where that neither takes long nor waits; False where it is still to be called. Raises nothing."""
-        if not staged.plain or staged.overflow_bytes:
+        if not staged.plain or staged.overflow_bytes or self.broken:
             return False
         try:
             self._pickle(staged, _no_salvage)
@@ -371,11 +370,9 @@ class Exporter:
             return  # submit_now posted it, and the flush above sent it
         try:
             self._pickle(staged, salvage)
-            if staged.overflow_bytes and not self._stage_late(staged):
+            if staged.overflow_bytes and (why_not := self._stage_late(staged)):
                 self._forget(staged)
-                self._hand_back(
-                    staged, f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)"
-                )
+                self._hand_back(staged, why_not)
                 return
         except Exception:
             self.withdraw(staged)
@@ -390,11 +387,13 @@ class Exporter:
         self._send_second(staged, Withdraw(staged.output_id))
         self._uplink.flush()
 
-    def _stage_late(self, staged: Staged) -> bool:
-        """Give clones their slots as soon as some come back."""
+    def _stage_late(self, staged: Staged) -> str:
+        """Give clones their slots as soon as some come back. Why that was in vain; empty where it was not."""
+        if self.broken:
+            return self.broken
         slots = self._arena.wait_allocate([clone.numel() for clone in staged.beside], self._wait_s)
         if slots is None:
-            return False
+            return f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)"
         with self.device.after(staged.signal.value), torch.no_grad():
             for slot, clone in zip(slots, staged.beside, strict=True):
                 slot.view.copy_(clone)
@@ -402,7 +401,7 @@ class Exporter:
         staged.pieces = tuple(map(_piece, slots))
         self._return_overflow(staged)
         self._start(staged)
-        return True
+        return ""
 
     def _return_overflow(self, staged: Staged) -> None:
         with self._uplink.lock:

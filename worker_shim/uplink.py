@@ -3,7 +3,7 @@
 Note [What a restart means to the worker]
 Whatever was not acknowledged is still in its slots. So when a connection ends, nothing more is sent on it and its generation
 ends with it (see packer_service.timeline); on the next one everything unacknowledged is exported again, and the engine drops
-what it already had. Outputs wait ``restart_wait_s`` for that. Then they are handed back, and no new ones are taken, until a
+what it already had. Outputs wait ``restart_wait_s`` for that. Then they are handed back, and new ones at once, until a
 connection is made after all. A packer that goes away more often than ``max_restarts`` allows is not waited for.
 """
 

@@ -8,6 +8,7 @@ done before, and what fails later is caught, sent as OUTPUT_READY with an error,
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 import queue
 import threading
@@ -250,7 +251,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         """The packer could not: rebuild the output from where it was staged, and pack it here."""
         assert self.exporter is not None
         staged = job.staged
-        logger.warning("output %s takes vllm-omni's own path: %s", staged.output_id, job.reason)
+        # Of a packer that is gone for a while was said that outputs go this way.
+        level = logging.DEBUG if self.exporter.broken else logging.WARNING
+        logger.log(level, "output %s takes vllm-omni's own path: %s", staged.output_id, job.reason)
         try:
             if isinstance(staged.second, Fail):  # and the packer never told the engine
                 raise DeviceError(staged.second.error)

@@ -198,7 +198,11 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
             # pending and new ones: vllm-omni's own path
             reasons = worker.wait_handed_back(len(pending) - (f"{1} text" in kept.got))
             assert all("packer is gone" in reason for reason in reasons.values())
-            assert worker.exporter.stage([torch.ones(3)], "new") is None
+            buffer = torch.ones(FLOATS)
+            worker.send([buffer], "new")
+            buffer.fill_(2)  # as the next forward of a pipeline that uses it again
+            pending["new"] = [torch.ones(FLOATS)]
+            assert "packer is gone" in worker.wait_handed_back(len(reasons) + 1)["new"]
         for staged, _ in worker.handed_back:
             assert_same(worker.exporter.rebuild(staged), pending[staged.output_id])
             worker.exporter.release(staged)

@@ -90,11 +90,13 @@ def test_a_packer_that_came_back_different_is_refused_and_outputs_take_the_own_p
                 lambda: any(reason in line and "is tried again every" in line for line in log), "the log says so"
             )
             assert engine.packer_pid is None
-            assert worker.exporter.stage([torch.ones(3)], "new") is None
+            away |= send(worker, "another")
+            worker.wait_handed_back(2)
             assert "connected" not in second.log, "it was half-used"
-        (staged,) = (staged for staged, _ in worker.handed_back)
-        assert_same(worker.exporter.rebuild(staged), away["for the own path"])
-        worker.exporter.release(staged)
+        for staged, _ in worker.handed_back:
+            assert_same(worker.exporter.rebuild(staged), away.pop(staged.output_id))
+            worker.exporter.release(staged)
+        assert not away
         worker.handed_back.clear()
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
         stack.enter_context(running_packer(tmp_path / "run"))
