@@ -181,8 +181,12 @@ def test_ctrl_c_ends_the_wait(key_file, log):
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press, name="ctrl-c", daemon=True)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        executor._init_executor()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, and by pytest-xdist
+    try:
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            executor._init_executor()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     presser.join()
     assert executor.packer_pids == []
