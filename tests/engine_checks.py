@@ -137,10 +137,14 @@ def packer_pid(running: RunningEngine) -> int:
     return pid
 
 
+def lease_books(running: RunningEngine) -> list[Any]:
+    """One a packer."""
+    return [keeper.queue.leases for keeper in running.executor._keepers]
+
+
 def leases(running: RunningEngine) -> Any:
-    (keeper,) = running.executor._keepers
-    queue = keeper.queue
-    return queue.leases
+    (book,) = lease_books(running)
+    return book
 
 
 def exporter_state(running: RunningEngine) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def nothing_kept(running: RunningEngine) -> None:
             "cached": len(executor._completed_outputs),
             "unsplit batches": len(executor._batch_split_map),
             "unclaimed": len(executor._unclaimed),
-            "leases": leases(running).outstanding,
+            "leases": sum(book.outstanding for book in lease_books(running)),
         }
         return {name: count for name, count in counts.items() if count}
 

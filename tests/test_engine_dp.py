@@ -1,17 +1,20 @@
 """DP waves: two replicas of one rank each, whose replies carry placeholders; their outputs leave through the packer.
 
-Here both ranks are on the host, and so on one packer. vllm-omni sends waves only where an offloaded component gathers its
-weights from all ranks, which needs a GPU: `waves` makes its engine believe so. What the workers do is theirs.
+With two GPUs each rank has one, and a packer of its own; with none both are on the host, and so on one packer. vllm-omni
+sends waves only where an offloaded component gathers its weights from all ranks: `waves` makes its engine believe so. What
+the workers do is theirs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_checks import (
+    GPUS,
     References,
     Residue,
     assert_same,
@@ -20,17 +23,14 @@ from engine_checks import (
     nothing_kept,
     outputs,
     packer_engine,
-    packer_pid,
 )
 from engine_harness import RunningEngine, engine
 from packer_process import wait_until
 from test_engine_faults import stopped
 
-from worker_shim.demo.engine import nvidia_gpus
-
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(bool(nvidia_gpus()), reason="two ranks on one device: the host only"),
+    pytest.mark.skipif(len(GPUS) == 1, reason="two ranks on one GPU: vllm-omni gives each its own"),
 ]
 
 IMAGE = {"height": 512, "width": 512}
@@ -59,6 +59,16 @@ def waves(uni: References) -> Iterator[RunningEngine]:
     residue.assert_none()
 
 
+def test_each_replica_sends_through_the_packer_of_its_device(waves):
+    queues = [keeper.queue for keeper in waves.executor._keepers]
+    assert len(queues) == (2 if GPUS else 1)
+    before = [queue.outputs for queue in queues]
+    in_one_wave(waves, {"seed": 1, **IMAGE}, {"seed": 2, **IMAGE})
+    came = [queue.outputs - earlier for queue, earlier in zip(queues, before, strict=True)]
+    assert sum(came) == 3, "the wave's two, and one ahead of it"
+    assert all(came), "one packer carried both replicas' outputs"
+
+
 def test_each_request_of_a_wave_gets_the_output_of_its_replica_through_the_packer(waves, uni):
     requests = [{"seed": 1, **IMAGE}, {"seed": 2, **IMAGE}]
     received = [result.output for result in in_one_wave(waves, *requests)]
@@ -70,7 +80,9 @@ def test_each_request_of_a_wave_gets_the_output_of_its_replica_through_the_packe
 
 def test_the_next_wave_runs_while_the_outputs_of_the_one_before_are_not_copied_yet(waves, uni):
     requests = [{"seed": seed, **IMAGE} for seed in range(4)]
-    with stopped(packer_pid(waves)):
+    with contextlib.ExitStack() as stack:
+        for pid in waves.executor.packer_pids:
+            stack.enter_context(stopped(pid))
         futures = [waves.submit(waves.request(**request)) for request in requests]
         wait_until(lambda: len(waves.executor._output_futures) == 4, "all four are waited for")
     assert_same([future.result(60).output for future in futures], uni(*requests))
