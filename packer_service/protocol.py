@@ -7,10 +7,11 @@ ever, so that peers of different versions can tell each other so.
     worker                      packer                       engine
       |-- Hello / Welcome ------->|<------- Hello / Welcome -----|
       |-- MapTimeline +fd ------->|-- Segment +fd -------------->|   at the start, and when the pool grows
+      |-- MapAcks +fd ----------->|                              |   at the start
       |-- MapArena -------------->|                              |   when the arena grows
       |-- Export ---------------->|                              |   main thread: the device copy may start
       |-- Skeleton (+fd) -------->|-- OutputComing (+fd) ------->|   what the output looks like
-      |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|   it is on the host
+      |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|   it is on the host; most acks go to the ack page
       |                           |<------------------ Release --|   when the tensors die
       |-- Ping / Pong ----------->|<----------------- Ping / Pong --|   where nothing else was heard for a while
 """
@@ -26,7 +27,7 @@ from msgspec import Meta
 
 from packer_service.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_FDS = 1
 MAX_PIECES = 1024
@@ -88,6 +89,10 @@ class MapTimeline(Message, frozen=True):
     """
 
     generation: Number = 0
+
+
+class MapAcks(Message, frozen=True):
+    """Worker to packer, with the memfd of this connection's ack page (see ``packer_service.ack_page``)."""
 
 
 class MapArena(Message, frozen=True):
@@ -188,7 +193,7 @@ class Probed(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """Packer to worker: the engine has this output; its slots are yours again."""
+    """Packer to worker: the engine has this output; what it held is yours again. Where slots are all that, see ``MapAcks``."""
 
     output: OutputId
 
@@ -272,7 +277,7 @@ class Release(Message, frozen=True):
 
 HandshakeFromServer = Challenge | Welcome | Refused
 HandshakeFromClient = Hello
-FromWorker = MapTimeline | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
+FromWorker = MapTimeline | MapAcks | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
 ToWorker = Ack | Nack | Probed | Unmapped | Refused | Pong
 FromEngine = Release | Describe | Ping
 ToEngine = Segment | SegmentGone | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from packer_service import protocol
+from packer_service.ack_page import AckPage
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
 from packer_service.engine_session import EngineSession, refuse
@@ -122,6 +123,7 @@ class WorkerSession:
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
         self._closing: set[int] = set()  # imports that are let go of, until the worker is told that they are closed
         self._timeline: Timeline | None = None
+        self._acks: AckPage | None = None
         self._generation = 0
         self._leave = leave  # the packer stops: wait for no forward any more
         self._lock = threading.Lock()
@@ -203,6 +205,10 @@ class WorkerSession:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
                 self._timeline = self._device.open_timeline(TimelinePage.attach(fds.pop()))
                 self._generation = message.generation
+            case protocol.MapAcks():
+                if self._acks is not None or not fds:
+                    raise ProtocolError("a worker sends its ack page once, with its memfd")
+                self._acks = AckPage.attach(fds.pop())
             case Fail():
                 self._fail(message)
             case Ping():
@@ -223,7 +229,7 @@ class WorkerSession:
             case MapArena():
                 self._check_new(message)
                 self._arenas[message.arena] = str(lost)
-            case protocol.MapTimeline():
+            case protocol.MapTimeline() | protocol.MapAcks():
                 raise DeviceError(str(lost))
             case _:
                 return False
@@ -523,8 +529,14 @@ class WorkerSession:
         transfer.regions, transfer.announced = [], 0  # the engine's now
         self._drop(transfer)
         self.outputs += 1
-        self._unmap_arenas(transfer.export.close, Ack(transfer.output))
+        self._acknowledge(transfer.export, skeleton)
         return True
+
+    def _acknowledge(self, export: Export, skeleton: Skeleton) -> None:
+        """The engine has it. Host arrays and a direct piece's allocation are waited for; slots are not, until they run out."""
+        only_slots = not export.close and not skeleton.body.host_nbytes
+        if not (only_slots and self._acks is not None and self._acks.put(export.ready)):
+            self._unmap_arenas(export.close, Ack(export.output))
 
     def _nack(self, transfer: Transfer) -> None:
         """Tell the worker to send this output another way; where the worker is gone, tell the engine that it failed."""
@@ -646,6 +658,8 @@ class WorkerSession:
                 arena.close()
         if self._timeline is not None:
             self._timeline.close()
+        if self._acks is not None:
+            self._acks.close()
         self._device.drain()
         self._channel.close()  # only now may the worker free its memory
 

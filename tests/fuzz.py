@@ -46,6 +46,7 @@ from packer_service.protocol import (
     Ack,
     Body,
     Export,
+    MapAcks,
     MapArena,
     MapTimeline,
     Message,
@@ -159,6 +160,9 @@ class Descriptors:
 
     def __init__(self) -> None:
         self.page = SharedMemory.create("fuzz-page", 4096)
+        self.acks = SharedMemory.create(
+            "fuzz-acks", 4096
+        )  # the packer writes into it: as a timeline it would be another
         self.chunk = SharedMemory.create("fuzz-chunk", 2 * MIB)
         read_only = os.memfd_create("fuzz-read-only", os.MFD_ALLOW_SEALING)
         os.ftruncate(read_only, 4096)
@@ -175,16 +179,17 @@ class Descriptors:
 
     def some(self, rng: random.Random, message: Message | None = None) -> list[int]:
         """What ``message`` needs, most of the time, so that frames get past the first check; else anything."""
-        needs = isinstance(message, MapArena | MapTimeline) or (
+        needs = isinstance(message, MapAcks | MapArena | MapTimeline) or (
             isinstance(message, Skeleton) and message.body.host_nbytes
         )
         if rng.random() < 0.75:
-            return [rng.choice((self.page.fd, self.chunk.fd))] if needs else []
+            memory = (self.acks,) if isinstance(message, MapAcks) else (self.page, self.chunk)
+            return [rng.choice(memory).fd] if needs else []
         return rng.choices(self.foreign, k=rng.choice((1, 1, 1, 1, 2, 5)))
 
     def close(self) -> None:
-        self.page.close()
-        self.chunk.close()
+        for memory in (self.page, self.acks, self.chunk):
+            memory.close()
         transport.close_fds(self.foreign)
 
 
@@ -330,7 +335,9 @@ class Live:
             return Probe(ready, self.piece())
         if kind == "map":
             number, nbytes = choose((1, 1, 1, 0, 2)), max(choose(_SIZES), 1)
-            return choose((MapArena(number, nbytes), MapArena(number, 4096), UnmapArena(number), MapTimeline()))
+            return choose(
+                (MapArena(number, nbytes), MapArena(number, 4096), UnmapArena(number), MapTimeline(), MapAcks())
+            )
         output = choose(_OUTPUTS) if rng.random() < 0.05 else f"output-{self.frames}"
         self.exported.append(output)
         pieces = tuple(self.piece() for _ in range(choose((0, 1, 1, 1, 2, 30))))

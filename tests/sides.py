@@ -56,7 +56,11 @@ class WorkerSide:
         return staged
 
     def wait_settled(self, *output_ids: str) -> None:
-        wait_until(lambda: set(output_ids) <= set(self.settled), f"acks of {output_ids}, not only {self.settled}")
+        def acknowledged() -> bool:
+            self.exporter.take_acks()
+            return set(output_ids) <= set(self.settled)
+
+        wait_until(acknowledged, f"acks of {output_ids}, not only {self.settled}")
 
     def wait_handed_back(self, number: int) -> dict[str, str]:
         """Why, by output; everything they held is released, as the worker does after it went another way."""
@@ -64,6 +68,7 @@ class WorkerSide:
         return {staged.output_id: reason for staged, reason in self.handed_back}
 
     def arena_idle(self) -> bool:
+        self.exporter.take_acks()
         return self.exporter._arena.idle
 
 

@@ -437,6 +437,36 @@ def test_a_clone_that_waited_in_vain_for_a_slot_is_handed_back_whole(small):
             assert side.exporter._overflow_left == 4 * MIB
 
 
+def test_slots_of_delivered_outputs_are_used_again_before_the_arena_grows(packer, engine):
+    """Their acks wake nobody: whoever runs out of room looks for them. Here nobody else does, for as long as it takes."""
+    side = WorkerSide(packer, engine.session)
+    with contextlib.closing(side.exporter):
+        side.exporter.look = side.exporter.take = lambda *message: None
+        for number in range(12):
+            output = content(torch.float32, (FLOATS * 3 // 4,), number)
+            side.send([output], str(number))
+            assert_same(engine.output(str(number)), [output])
+            del output
+        assert side.exporter._arena.nbytes == 2 * MIB
+        assert side.settled, "no slot was used twice"
+        # on the export thread, which may not grow it
+        staged = [side.exporter.stage([torch.ones(FLOATS * 3 // 4)], f"last {number}") for number in range(11)]
+        assert staged[-1] is not None, "the arena is larger than this test believes"
+        late = staged[-1]
+        assert late.overflow_bytes
+        for one in staged:
+            side.exporter.submit(one)
+            engine.output(one.output_id)
+        side.wait_settled(late.output_id)
+        assert side.arena_idle()
+
+
+def test_acks_are_heard_of_without_anybody_asking(worker, engine):
+    worker.send([torch.ones(5)], "output")
+    engine.output("output")
+    wait_until(lambda: worker.settled == ["output"], "the ack thread looks")
+
+
 def test_an_output_larger_than_the_arena_may_become_is_left_to_the_worker_and_harms_no_other(worker, engine):
     assert worker.exporter.stage([torch.ones(9 * FLOATS)], "huge") is None
     worker.send([torch.ones(FLOATS)], "next")

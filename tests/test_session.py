@@ -37,6 +37,7 @@ from packer_process import (
 )
 
 from packer_service import protocol, transport
+from packer_service.ack_page import WORDS, AckPage
 from packer_service.config import Settings
 from packer_service.errors import HandshakeError, PackerError, PackerUnavailable, PeerClosed, PeerHung
 from packer_service.memory import SharedMemory, create_memfd
@@ -45,6 +46,7 @@ from packer_service.protocol import (
     Body,
     Export,
     Fail,
+    MapAcks,
     MapArena,
     MapTimeline,
     Nack,
@@ -118,6 +120,40 @@ def test_an_output_of_several_pieces_arrives_piece_by_piece_and_is_acknowledged(
     assert engine.read(ready) == data
     assert (ready.body, ready.error) == (Body(b"three arrays", MAC), "")
     assert worker.answer() == Ack("output")
+
+
+def test_with_an_ack_page_a_message_acknowledges_only_what_holds_more_than_slots_or_finds_no_word_free(pair):
+    engine, worker = pair
+
+    def deliver(output: str, fd: int | None = None, **fields: int) -> int:
+        value = worker.export(output, worker.write(b"data"))
+        worker.skeleton(output, fd=fd, **fields)
+        ready = engine.next()
+        assert (ready.output, engine.read(ready)) == (output, [b"data"])
+        engine.release(*(lease.lease for lease in ready.leases))
+        return value
+
+    with contextlib.closing(AckPage.create()) as page:
+        worker.channel.send(MapAcks(), page.fd)
+        values = [deliver(f"in slots {number}") for number in range(WORDS)]
+        deliver("one too many")
+        assert worker.answer() == Ack("one too many")
+        assert page.take() == values
+        with contextlib.closing(SharedMemory.create("test-host", 100)) as host:
+            deliver("with a host array", fd=host.fd, host_nbytes=100)
+        assert worker.answer() == Ack("with a host array")
+        again = deliver("in slots again")
+        worker.channel.send(Ping())
+        assert worker.answer() == Pong(), "an ack of what only slots hold was sent"
+        assert page.take() == [again]
+
+
+def test_an_ack_page_comes_once_and_with_its_memfd(packer, others):
+    for messages in (1, 2):
+        with session(packer) as (_, worker), contextlib.closing(AckPage.create()) as page:
+            for number in range(messages):
+                worker.channel.send(MapAcks(), page.fd if messages == 2 or number else None)
+            assert_refused(worker.channel, "its ack page once, with its memfd")
 
 
 def test_the_copy_waits_for_the_workers_marker(pair):

@@ -21,6 +21,7 @@ class WorkerProbe(CustomPipelineWorkerExtension):
         """What is out and what it holds; empty where this worker has no exporter."""
         for thing in gc.get_objects():
             if issubclass(type(thing), PackerWorkerProc) and (exporter := thing.exporter) is not None:
+                exporter.take_acks()
                 return {
                     "pending": len(exporter._pending),
                     "arena_idle": exporter._arena.idle,

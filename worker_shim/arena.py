@@ -21,6 +21,7 @@ logger = get_logger(__name__)
 
 CHUNK_ALIGNMENT = 2 << 20
 _RETRY_GROWTH_S = 5.0
+_RECLAIM_POLL_S = 0.005
 
 
 class Slot(NamedTuple):
@@ -38,19 +39,25 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """Slots for outputs in flight. The main thread allocates and grows, the thread that hears of acks releases; one lock.
+    """Slots for outputs in flight. The main thread allocates and grows, whoever hears of acks releases; one lock.
 
     ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out. A number names a chunk
-    for good.
+    for good. ``reclaim()`` is called where room is short: it releases the slots of outputs that were delivered meanwhile.
     """
 
     def __init__(
-        self, device: ExportDevice, max_bytes: int, step_bytes: int, announce: Callable[[int, Chunk], None]
+        self,
+        device: ExportDevice,
+        max_bytes: int,
+        step_bytes: int,
+        announce: Callable[[int, Chunk], None],
+        reclaim: Callable[[], None],
     ) -> None:
         self.max_bytes = max_bytes & -CHUNK_ALIGNMENT
         self._device = device
         self._step_bytes = step_bytes
         self._announce = announce
+        self._reclaim = reclaim
         self._lock = threading.RLock()  # taken by itself in ``allocate``: a Condition's own ``with`` is Python
         self._changed = threading.Condition(self._lock)
         self._chunks: dict[int, tuple[Chunk, Extents]] = {}
@@ -71,23 +78,25 @@ class Arena:
 
     def allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
         """One slot for each of ``sizes`` (bytes), growing where needed; None where the arena is full. Main thread only."""
-        with self._lock:
+        slots = self._try_allocate(sizes)
+        if slots is None:
+            self._reclaim()
             slots = self._try_allocate(sizes)
         if slots is None and self._grow(sum(align(size) for size in sizes)):
-            with self._lock:
-                slots = self._try_allocate(sizes)
+            slots = self._try_allocate(sizes)
         return slots
 
     def wait_allocate(self, sizes: Sequence[int], timeout_s: float) -> list[Slot] | None:
         """The same without growing, waiting for slots to come back. Any thread."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while (slots := self._try_allocate(sizes)) is None:
+        while True:
+            self._reclaim()
+            with self._changed:
+                slots = self._try_allocate(sizes)
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or all(extents.idle for _, extents in self._chunks.values()):
-                    return None
-                self._changed.wait(remaining)
-            return slots
+                if slots is not None or remaining <= 0 or all(e.idle for _, e in self._chunks.values()):
+                    return slots
+                self._changed.wait(min(remaining, _RECLAIM_POLL_S))
 
     def release(self, slots: Sequence[Slot]) -> None:
         with self._changed:
@@ -98,16 +107,17 @@ class Arena:
     def _try_allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
         """All of them or none."""
         slots: list[Slot] = []
-        for size in sizes:
-            for number, (chunk, extents) in self._chunks.items():
-                offset = extents.allocate(size)
-                if offset is not None:
-                    slots.append(Slot(number, offset, size, chunk.tensor))
-                    break
-            else:
-                for slot in slots:
-                    self._chunks[slot.arena][1].release(slot.offset)
-                return None
+        with self._lock:
+            for size in sizes:
+                for number, (chunk, extents) in self._chunks.items():
+                    offset = extents.allocate(size)
+                    if offset is not None:
+                        slots.append(Slot(number, offset, size, chunk.tensor))
+                        break
+                else:
+                    for slot in slots:
+                        self._chunks[slot.arena][1].release(slot.offset)
+                    return None
         return slots
 
     def reserve(self) -> None:

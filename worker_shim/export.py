@@ -6,7 +6,9 @@ signal. Then, in ``submit_now``, pickle what is left of a plain output (``skelet
 thread, and losing the GIL to it a few times, would cost this thread more. The main thread never waits for the packer: a
 message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
-Ack thread: takes slots back, hears of failures. Whatever the packer cannot do comes back through ``on_handed_back``.
+Ack thread: hears of what was delivered or failed. Whatever the packer cannot do comes back through ``on_handed_back``.
+The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): whoever is short of room takes them,
+and the ack thread whenever it is awake, twice a second at least.
 
 Note [Held until the ack]
 Each piece of an output is flat device memory: a slot of the arena; a clone beside a full arena, until slots come back; or, of
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 from packer_service import protocol, transport
+from packer_service.ack_page import AckPage
 from packer_service.config import Settings
 from packer_service.errors import DeviceError, PackerUnavailable
 from packer_service.extents import align
@@ -35,6 +38,7 @@ from packer_service.protocol import (
     Body,
     Export,
     Fail,
+    MapAcks,
     MapArena,
     MapTimeline,
     Message,
@@ -113,7 +117,7 @@ class Staged:
 class Exporter:
     """One worker's connection to its packer. Opening it probes the device with a real copy.
 
-    The uplink's lock guards ``_pending``, ``_mapped``, ``_overflow_left`` and ``broken``.
+    The uplink's lock guards ``_pending``, ``_acks``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
     See Note [Who does what in the worker].
     """
 
@@ -136,13 +140,14 @@ class Exporter:
         self._on_settled = on_settled
         self._on_handed_back = on_handed_back
         self._pending: dict[str, Staged] = {}
+        self._delivered: list[Staged] = []  # by the ack page, and not settled yet
         self._mapped: dict[int, Packet] = {}  # what the packer imports, by number
         self._overflow_left = settings.overflow_max_bytes
         self._next_import = 1 << 32  # numbers of direct pieces' allocations, beside the arena's chunks
         self._unmapped = threading.Condition()
         self._closed_imports: set[int] = set()
         self._leaving: dict[int, Chunk] = {}  # main thread only: out of the arena, and not yet free
-        self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce)
+        self._arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce, self.take_acks)
 
         def connect(timeout_s: float) -> Channel:
             return transport.connect(
@@ -150,12 +155,15 @@ class Exporter:
             )[0]
 
         channel = connect(settings.start_timeout_s)
+        self._acks = AckPage.create()  # this connection's
         self._uplink = Uplink(channel, connect, settings, self)
         try:
-            self._uplink.post(MapTimeline(device.timeline.generation), device.timeline.fd)
+            for message, fd in self._pages():
+                self._uplink.post(message, fd)
             self._probe(channel, settings.start_timeout_s)
         except BaseException:
             channel.close()
+            self._acks.close()
             self._arena.close()
             raise
         self._uplink.start()
@@ -324,6 +332,7 @@ class Exporter:
 
     def give_back_arena(self, timeout_s: float) -> None:
         """Free the chunks that hold nothing, so that the device has the memory: the packer closes its imports first."""
+        self.take_acks()
         self._leaving |= self._arena.take_idle()
         chunks = self._leaving
         with self._uplink.lock:
@@ -414,6 +423,7 @@ class Exporter:
         self.device.bind_thread()
 
     def take(self, message: Message) -> None:
+        self.take_acks()
         if isinstance(message, protocol.Ack):
             self._settle(self._forget_id(message.output))
         elif isinstance(message, protocol.Nack):
@@ -426,7 +436,9 @@ class Exporter:
                 self._unmapped.notify_all()
 
     def look(self) -> None:
-        """Say of every output that the device will never complete that it failed: nobody waits for a timeout."""
+        """Take what acks there are, and say of every output that the device will never complete that it failed: nobody waits
+        for a timeout."""
+        self.take_acks()
         with self._uplink.lock:
             waiting = [s for s in self._pending.values() if s.export is not None and not isinstance(s.second, Fail)]
         waiting = [staged for staged in waiting if not self.device.reached(staged.signal.value)]
@@ -446,8 +458,10 @@ class Exporter:
 
     def resume(self) -> list[Packet]:
         self.broken = ""
-        timeline = self.device.timeline
-        packets: list[Packet] = [(MapTimeline(timeline.generation), timeline.fd), *self._mapped.values()]
+        self._collect_acks()
+        self._acks.close()
+        self._acks = AckPage.create()
+        packets: list[Packet] = [*self._pages(), *self._mapped.values()]
         for staged in self._pending.values():
             packets += staged.messages()
         return packets
@@ -455,17 +469,39 @@ class Exporter:
     def give_up(self, reason: str) -> None:
         with self._uplink.lock:
             self.broken = reason
+            self._collect_acks()
             orphans = [staged for staged in self._pending.values() if staged.second is not None]
             for staged in orphans:
                 self._forget(staged)
         for staged in orphans:
             self._hand_back(staged, reason)  # what is not submitted yet is handed back when it is: see _send_second
 
+    def _pages(self) -> list[Packet]:
+        """What a connection begins with."""
+        timeline = self.device.timeline
+        return [(MapTimeline(timeline.generation), timeline.fd), (MapAcks(), self._acks.fd)]
+
+    def _collect_acks(self) -> None:
+        """The uplink's lock is held, under which nothing can be settled: that takes the arena's, which comes first."""
+        if ready := set(self._acks.take()):
+            delivered = [s for s in self._pending.values() if s.export is not None and s.export.ready in ready]
+            for staged in delivered:
+                self._forget(staged)
+            self._delivered += delivered
+
     def _forget_id(self, output_id: str) -> Staged | None:
         with self._uplink.lock:
             return self._pending.pop(output_id, None)
 
     # -- either --------------------------------------------------------------------------------------------------------
+
+    def take_acks(self) -> None:
+        """Settle what the packer has delivered and told nobody of. Any thread."""
+        with self._uplink.lock:
+            self._collect_acks()
+            delivered, self._delivered = self._delivered, []
+        for staged in delivered:
+            self._settle(staged)
 
     def _pickle(self, staged: Staged, salvage: Salvage) -> None:
         """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
@@ -572,6 +608,7 @@ class Exporter:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
         self.device.timeline.let_go()
         self._uplink.finish(_FINISH_S)
+        self._acks.close()
         for chunk in self._leaving.values():
             self.device.free(chunk)
         self._arena.close()

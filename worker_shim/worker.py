@@ -35,6 +35,8 @@ from worker_shim.skeleton import tensors_nbytes
 
 logger = get_logger(__name__)
 
+_ACK_POLL_S = 0.005
+
 
 class _OwnPath(NamedTuple):
     """An output that goes vllm-omni's own way: packed into named SHM here, sent through the worker's own result queue."""
@@ -307,11 +309,18 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 
     def drain_async_outputs(self, timeout: float | None = None) -> bool:
         """vllm-omni's own wait before device memory is released; then the arena goes back too, imports and all."""
-        begin = time.monotonic()
-        drained = super().drain_async_outputs(timeout)
-        if drained and self.exporter is not None:
-            limit = diffusion_worker._ASYNC_OUTPUT_DRAIN_TIMEOUT_S if timeout is None else timeout
-            self.exporter.give_back_arena(max(begin + limit - time.monotonic(), 0.0))
+        exporter = self.exporter
+        if exporter is None:
+            return super().drain_async_outputs(timeout)
+        limit_s = diffusion_worker._ASYNC_OUTPUT_DRAIN_TIMEOUT_S if timeout is None else timeout
+        deadline = time.monotonic() + limit_s
+        while self._async_output_pending and time.monotonic() < deadline:
+            exporter.take_acks()  # which come without a word
+            with self._async_output_done:
+                self._async_output_done.wait_for(lambda: self._async_output_pending == 0, _ACK_POLL_S)
+        drained = super().drain_async_outputs(max(deadline - time.monotonic(), 0.0))
+        if drained:
+            exporter.give_back_arena(max(deadline - time.monotonic(), 0.0))
         return drained
 
     def shutdown(self) -> None:

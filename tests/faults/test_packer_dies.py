@@ -150,6 +150,27 @@ def test_a_packer_that_dies_between_delivery_and_ack_delivers_nothing_twice(kept
         assert_delivered(kept, worker, expected)
 
 
+def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
+    """Nor is it handed back where no other packer comes: its ack is on the page, and nobody had looked."""
+    with working(kept) as worker:
+        expected = some_outputs(650)
+        worker.exporter.look = worker.exporter.take = lambda *message: None
+        for output_id, output in expected.items():
+            worker.send(output, output_id)
+        kept.wait(*expected)
+        acknowledged = [
+            i for i in expected if not i.endswith("dict")
+        ]  # that one has a host array, and an ack by message
+        page = worker.exporter._acks
+        wait_until(lambda: page._ring[len(acknowledged) - 1], "the acks are on the page")
+        old = kept.packer_pid
+        wait_restarted(kept, old, kill(kept, signal.SIGKILL))
+        wait_until(lambda: worker.exporter._uplink.connections == 2, "the worker is connected again")
+        assert worker.exporter._pending.keys().isdisjoint(acknowledged)
+        assert worker.exporter._acks is not page
+        worker.wait_settled(*acknowledged)
+
+
 @SIGNALS
 def test_what_a_dead_packer_had_sent_is_read_before_its_successor_is_asked(kept, number):
     """The engine has not read what was delivered and acknowledged when the packer dies: only the connection still has it."""

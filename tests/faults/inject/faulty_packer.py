@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from packer_service import memory, protocol, transport
+from packer_service import ack_page, memory, protocol, transport
 from packer_service.devices import cuda, host
 from packer_service.devices.cuda import call, driver
 from packer_service.errors import DeviceError
@@ -46,7 +46,11 @@ def install() -> None:
     memory.ThreadPoolExecutor.submit = _failing(  # type: ignore[method-assign]
         "threads", RuntimeError("can't start new thread"), memory.ThreadPoolExecutor.submit
     )
-    send = transport.Channel.send
+    send, put = transport.Channel.send, ack_page.AckPage.put
+
+    def put_after_gate(self: Any, ready: int) -> bool:
+        _wait_while_set("ack")
+        return put(self, ready)
 
     def send_after_gate(self: Any, message: Any, fd: int | None = None) -> None:
         if isinstance(message, protocol.Ack):
@@ -54,6 +58,7 @@ def install() -> None:
         send(self, message, fd)
 
     transport.Channel.send = send_after_gate  # type: ignore[method-assign]
+    ack_page.AckPage.put = put_after_gate  # type: ignore[method-assign]
 
 
 def _failing(fault: str, error: Exception, function: Callable[..., Any] = lambda *args: None) -> Callable[..., Any]:
