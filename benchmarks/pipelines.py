@@ -13,7 +13,8 @@ A pipelined engine starts forward n + 1 while output n is on its way, but how mu
 engine's dispatch. Here they always meet: the output is given to the worker's own ``_return_result`` as the first thing
 inside the timed forward. So the time counts all that the forward pays for that output: the call on the main thread, the
 staging copy on the forward's stream, whatever other threads of the worker do meanwhile, and what the copy takes from the
-device. Forwards follow one another until the worker is rid of the output; each that began before then is a sample.
+device. Forwards follow one another until the output is on the host and the worker's memory is its own again (``mp``: it is
+packed and sent; the packer: it is acknowledged); each that began before then is a sample.
 The time ends when the current stream has finished. Between pairs the worker is idle.
 The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``timing.Arrivals`` drops them.
 """
@@ -34,6 +35,7 @@ from worker_shim.demo.content import content
 from worker_shim.demo.timing import UNCLAIMED, TimedPipeline
 
 _DRAIN_TIMEOUT_S = 60.0
+_DRAIN_POLL_S = 0.001
 _MAX_BESIDE = 200  # forwards beside one output: a worker that never gets rid of it ends the pair
 
 
@@ -89,7 +91,7 @@ class BenchmarkPipeline(TimedPipeline):
             output = whole[: int(len(whole) * sizes.uniform(0.5, 1.0))] if varying else whole
             samples.append((BESIDE, self._timed(body, output)))
             for _ in range(_MAX_BESIDE):
-                if not self._worker_proc._async_output_pending:
+                if not self._in_flight():
                     break
                 samples.append((BESIDE, self._timed(body)))
         self._drain()
@@ -105,11 +107,17 @@ class BenchmarkPipeline(TimedPipeline):
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - begin
 
+    def _in_flight(self) -> int:
+        """Outputs that are not through. The acks of those that are stay where they are, to be taken when they would be."""
+        exporter = getattr(self._worker_proc, "exporter", None)
+        return self._worker_proc._async_output_pending - (exporter.delivered if exporter is not None else 0)
+
     def _drain(self) -> None:
-        proc = self._worker_proc
-        with proc._async_output_done:
-            if not proc._async_output_done.wait_for(lambda: not proc._async_output_pending, _DRAIN_TIMEOUT_S):
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        while self._in_flight():
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"an output was still in flight after {_DRAIN_TIMEOUT_S:g} s")
+            time.sleep(_DRAIN_POLL_S)
 
     def _body(self, forward: str) -> Callable[[], None]:
         if forward not in self._bodies:

@@ -25,5 +25,4 @@ class SteppedPipeline(BenchmarkPipeline):
         stopwatch.time(Exporter, "stage", "stage: tell the packer, copy, signal")
         stopwatch.time(proc, "_enqueue_result", "send COMPUTE_DONE (vLLM's queue)")
         stopwatch.time(Exporter, "submit_now", "pickle the skeleton, send it")
-        stopwatch.time(Exporter, "take", "take the ack (ack thread)")
         stopwatch.time(proc, "_return_result", ENTERED)

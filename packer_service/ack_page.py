@@ -61,13 +61,24 @@ class AckPage:
     def take(self) -> list[int]:
         """The worker's: what was put since the last time, in order. One thread at a time."""
         taken: list[int] = []
-        while (ready := self._ring[self._next % WORDS]) != self._seen[self._next % WORDS]:
-            self._seen[self._next % WORDS] = ready
+        while self._is_new(self._next):
+            ready = self._seen[self._next % WORDS] = self._ring[self._next % WORDS]
             self._next += 1
             taken.append(ready)
         if taken:
             self._taken.value = self._next
         return taken
+
+    @property
+    def waiting(self) -> int:
+        """The worker's: how many were put and not taken yet."""
+        number = 0
+        while number < WORDS and self._is_new(self._next + number):
+            number += 1
+        return number
+
+    def _is_new(self, index: int) -> bool:
+        return self._ring[index % WORDS] != self._seen[index % WORDS]
 
     def close(self) -> None:
         self._memory.close()

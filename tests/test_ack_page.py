@@ -31,7 +31,9 @@ def test_what_was_put_is_taken_once_and_in_order_for_many_rounds(pages):
         put = list(range(ready + 1, ready + 1 + number))
         ready += number
         assert all(packer.put(value) for value in put)
+        assert worker.waiting == number
         assert worker.take() == put
+        assert worker.waiting == 0
         assert worker.take() == []
 
 

@@ -503,6 +503,12 @@ class Exporter:
         for staged in delivered:
             self._settle(staged)
 
+    @property
+    def delivered(self) -> int:
+        """Outputs in the engine's hands that nobody has settled yet: see ``take_acks``."""
+        with self._uplink.lock:
+            return len(self._delivered) + self._acks.waiting
+
     def _pickle(self, staged: Staged, salvage: Salvage) -> None:
         """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
 

@@ -12,4 +12,4 @@ if os.environ.get("BENCHMARK_STEPS") and "packer_service" in sys.orig_argv:
     stopwatch.time(worker_session.WorkerSession, "_finish", "wait for the copy")
     stopwatch.time(worker_session.WorkerSession, "_take_second", "take the skeleton")
     stopwatch.time(worker_session.WorkerSession, "_announce", "send OUTPUT_COMING")
-    stopwatch.time(worker_session.WorkerSession, "_publish", "send OUTPUT_READY and the ack")
+    stopwatch.time(worker_session.WorkerSession, "_publish", "send OUTPUT_READY, note the ack")
