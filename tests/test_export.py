@@ -670,12 +670,11 @@ def test_what_found_no_room_on_the_main_thread_is_sent_once_by_the_export_thread
 def test_the_engine_puts_a_plain_output_together_while_its_forward_runs(tmp_path):
     device = Stalling()
     with contextlib.ExitStack() as stack:
-        # Of its own: one that gives back what earlier tests had may put off the copy, and with it what is coming.
-        packer = stack.enter_context(running_packer(tmp_path / "run", pool_max_bytes="64MiB"))
+        # Of its own, and with room: one that has to grow first, or is given back what earlier tests had, may put off the
+        # copy, and with it what is coming.
+        packer = stack.enter_context(running_packer(tmp_path / "run", pool_bytes="16MiB", pool_max_bytes="64MiB"))
         engine = stack.enter_context(contextlib.closing(EngineSide(packer)))
         side = stack.enter_context(working(engine, packer, device=device))
-        side.send([torch.ones(2 * FLOATS)], "first")
-        engine.output("first")  # the pool has grown
         device.stalled = True
         side.send([torch.ones(FLOATS), Odd(1)], "not plain")
         side.send({"image": torch.ones(FLOATS)}, "plain")

@@ -76,6 +76,11 @@ class Arena:
         with self._changed:
             return all(extents.idle for _, extents in self._chunks.values())
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether some chunk has a free range of that size."""
+        with self._lock:
+            return any(extents.largest_free >= nbytes for _, extents in self._chunks.values())
+
     def allocate(self, sizes: Sequence[int]) -> list[Slot] | None:
         """One slot for each of ``sizes`` (bytes), growing where needed; None where the arena is full. Main thread only."""
         slots = self._try_allocate(sizes)

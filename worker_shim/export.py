@@ -7,8 +7,8 @@ thread, and losing the GIL to it a few times, would cost this thread more. The m
 message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
 Ack thread: hears of what was delivered or failed. Whatever the packer cannot do comes back through ``on_handed_back``.
-The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): whoever is short of room takes them,
-and the ack thread whenever it is awake, twice a second at least.
+The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): they are taken where room is short,
+by whoever has just sent an output or looks for room, and by the ack thread whenever it is awake, twice a second at least.
 
 Note [Held until the ack]
 Each piece of an output is flat device memory: a slot of the arena; a clone beside a full arena, until slots come back; or, of
@@ -425,7 +425,8 @@ class Exporter:
     def take(self, message: Message) -> None:
         self.take_acks()
         if isinstance(message, protocol.Ack):
-            self._settle(self._forget_id(message.output))
+            if (staged := self._forget_id(message.output)) is not None:
+                self._settle(staged)
         elif isinstance(message, protocol.Nack):
             staged = self._forget_id(message.output)
             if staged is not None:
@@ -500,8 +501,8 @@ class Exporter:
         with self._uplink.lock:
             self._collect_acks()
             delivered, self._delivered = self._delivered, []
-        for staged in delivered:
-            self._settle(staged)
+        if delivered:
+            self._settle(*delivered)
 
     @property
     def delivered(self) -> int:
@@ -548,6 +549,8 @@ class Exporter:
             in_host,
         )
         self._send_second(staged, Skeleton(staged.output_id, body, staged.plain))
+        if not self._arena.has_room(sum(piece.nbytes for piece in staged.pieces)):
+            self.take_acks()  # now, rather than while the next output is staged: nothing waits for this thread
 
     def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
         with self._uplink.lock:
@@ -568,14 +571,14 @@ class Exporter:
     def _forget(self, staged: Staged) -> None:
         self._forget_id(staged.output_id)
 
-    def _settle(self, staged: Staged | None) -> None:
-        """The engine has it, or nobody will: everything it held is free again."""
-        if staged is None:
-            return
-        self._forget(staged)
-        self.release(staged)
-        if staged.counted:
-            self._on_settled(staged.output_id)
+    def _settle(self, *those: Staged) -> None:
+        """The engine has them, or nobody will: everything they held is free again."""
+        for staged in those:
+            self._forget(staged)
+        self.release(*those)
+        for staged in those:
+            if staged.counted:
+                self._on_settled(staged.output_id)
 
     def _hand_back(self, staged: Staged, reason: str) -> None:
         if staged.failed:
@@ -595,19 +598,27 @@ class Exporter:
 
         return skeleton.load(specs, pickled, device_tensor, staged.host.buffer if staged.host else b"")
 
-    def release(self, staged: Staged) -> None:
-        """Give back slots, clones, host memory and event. Idempotent, on any thread."""
+    def release(self, *those: Staged) -> None:
+        """Give back slots, clones, host memory and events. Idempotent, on any thread."""
+        slots: list[Slot] = []
+        hosts: list[SharedMemory] = []
+        signals: list[Signal] = []
         with self._uplink.lock:
-            slots, host, signal = staged.slots, staged.host, staged.signal
-            staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
-            staged.beside, staged.output = [], None
-            for number in staged.imports:
-                self._mapped.pop(number, None)
-        self._return_overflow(staged)
+            for staged in those:
+                slots += staged.slots
+                if staged.host is not None:
+                    hosts.append(staged.host)
+                if staged.signal.value:
+                    signals.append(staged.signal)
+                staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
+                staged.beside, staged.output = [], None
+                for number in staged.imports:
+                    self._mapped.pop(number, None)
+                self._return_overflow(staged)
         self._arena.release(slots)
-        if host is not None:
+        for host in hosts:
             host.close()
-        if signal.value:
+        for signal in signals:
             self.device.retire(signal)
 
     def close(self) -> None:
