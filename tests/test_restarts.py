@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from packer_service.config import Settings
-from packer_service.errors import HandshakeError, PackerAbsent, PackerUnavailable
+from packer_service.errors import HandshakeError, PackerAbsent, PackerUnavailable, PeerClosed
 from worker_shim import restarts
 from worker_shim.restarts import Arrival, RestartBudget, Retries
 
@@ -163,17 +163,18 @@ def test_closing_ends_a_pause(clock, monkeypatch):
 
 
 class Starting:
-    """A packer that listens from ``listens_at`` on; ``given`` are the seconds that each try could take."""
+    """A packer that serves from ``listens_at`` on, and ``error`` before; ``given`` are the seconds that each try could take."""
 
-    def __init__(self, clock, listens_at: float = math.inf) -> None:
+    def __init__(self, clock, listens_at: float = math.inf, error: Exception | None = None) -> None:
         self.given: list[float] = []
         self._clock = clock
         self._listens_at = listens_at
+        self._error = error or PackerAbsent("no packer listens")
 
     def connect(self, timeout_s: float) -> str:
         self.given.append(timeout_s)
         if self._clock.now < self._listens_at:
-            raise PackerAbsent("no packer listens")
+            raise self._error
         return "channel"
 
 
@@ -193,6 +194,14 @@ def test_a_packer_that_comes_later_is_tried_in_growing_pauses(clock):
     assert arrival(clock).connect(starting.connect) == "channel"
     assert clock.pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
     assert starting.given[-1] == pytest.approx(10.0 - sum(clock.pauses))
+
+
+def test_a_packer_that_is_just_ending_is_waited_for_like_one_that_is_not_there(clock):
+    ending = PeerClosed("the packer hung up during the handshake")
+    starting = Starting(clock, listens_at=clock.now + 1.0, error=ending)
+    assert arrival(clock).connect(starting.connect) == "channel"
+    with pytest.raises(PackerUnavailable, match=r"hung up during the handshake\. The engine waited 10 s for it"):
+        arrival(clock).connect(Starting(clock, error=ending).connect)
 
 
 def test_one_that_comes_at_the_last_moment_still_has_the_time_of_a_handshake(clock):

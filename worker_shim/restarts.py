@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from packer_service.config import Settings
-from packer_service.errors import PackerAbsent, PackerUnavailable
+from packer_service.errors import PackerAbsent, PackerUnavailable, PeerClosed
 from packer_service.transport import Channel
 from worker_shim.log import get_logger
 
@@ -22,7 +22,8 @@ _FIRST_PAUSES_S = (0.05,)
 class Arrival:
     """The wait for packers that somebody else starts, maybe just now: ``start_timeout_s`` for all of an engine's together.
 
-    Only for one that is not there yet: one that answers is taken at its word. ``closing`` ends the wait.
+    Only for one that is not there yet, or hangs up and so is ending: one that answers is taken at its word. ``closing`` ends
+    the wait.
     """
 
     def __init__(self, settings: Settings, closing: threading.Event) -> None:
@@ -40,7 +41,7 @@ class Arrival:
             left_s = self._limit - time.monotonic()
             try:
                 return connect(max(left_s, self._settings.handshake_timeout_s))
-            except PackerAbsent as error:
+            except (PackerAbsent, PeerClosed) as error:
                 left_s = self._limit - time.monotonic()
                 if left_s <= 0:
                     waited_s = time.monotonic() - self._begin
