@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packer_service.cgroup import memory_limit
 from packer_service.errors import SettingError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -249,28 +250,3 @@ def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         raise SettingError(f"{source} is {value!r}; allowed is {bounds}") from None
     return number
-
-
-def memory_limit() -> int:
-    """Bytes this process may use: its cgroup's limit (v2, then v1), else the machine's memory."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for line in groups:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            directory, name = Path("/sys/fs/cgroup" + path), "memory.max"
-        elif "memory" in controllers.split(","):
-            directory, name = Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"
-        else:
-            continue
-        for folder in (directory, *directory.parents):  # a parent's limit binds too
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal():
-                limits.append(int(text))
-    return min(limits)

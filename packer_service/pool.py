@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packer_service.cgroup import memory_left
 from packer_service.devices.base import Device, nothing
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
 from packer_service.extents import ALIGNMENT, Extents, align
@@ -29,6 +31,13 @@ POPULATE_THREADS = 8
 _RETRY_GROWTH_S = 5.0
 _OTHERS_POLL_S = 0.02
 _COMPLAINT_S = 1.0
+_LEFT_TO_OTHERS = 64 << 20  # of a cgroup's memory: beyond its limit the kernel kills a process of it, and any of them
+
+
+def _left_of_cgroup() -> float:
+    """Bytes that pools may take of what the memory cgroups of this process allow."""
+    left = memory_left()
+    return math.inf if left is None else left - _LEFT_TO_OTHERS
 
 
 class Budget:
@@ -301,6 +310,12 @@ class Pool:
     def grow(self, nbytes: int) -> None:
         """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
         nbytes = align(nbytes)
+        if nbytes > (left := _left_of_cgroup()):
+            raise MemoryError(
+                f"{nbytes} more bytes for the pool would leave less than {_LEFT_TO_OTHERS} of the cgroup's memory limit, of"
+                f" which {left + _LEFT_TO_OTHERS:.0f} are free: lower pool_bytes and pool_max_bytes, or raise that limit"
+                " (systemd MemoryMax, container memory limit)"
+            )
         if not self._budget.take(nbytes):
             raise PoolExhausted(f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}")
         try:
@@ -332,7 +347,8 @@ class Pool:
     def _grow_by_demand(self, wanted: int) -> None:
         error = ""
         try:
-            self.grow(max(wanted, min(self._step_bytes, self._budget.left & -ALIGNMENT)))
+            room = min(self._step_bytes, self._budget.left, _left_of_cgroup())
+            self.grow(max(wanted, int(room) & -ALIGNMENT))
         except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
             error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
             logger.warning("the pool stays at %d MiB: %s", self.nbytes >> 20, error)
