@@ -13,8 +13,8 @@ A pipelined engine starts forward n + 1 while output n is on its way, but how mu
 engine's dispatch. Here they always meet: the output is given to the worker's own ``_return_result`` as the first thing
 inside the timed forward. So the time counts all that the forward pays for that output: the call on the main thread, the
 staging copy on the forward's stream, whatever other threads of the worker do meanwhile, and what the copy takes from the
-device. Forwards follow one another until the output is on the host and the worker's memory is its own again (``mp``: it is
-packed and sent; the packer: it is acknowledged); each that began before then is a sample.
+device. Forwards follow one another until the output is through (``mp``: packed and sent; the packer: acknowledged, whether
+that ack was taken or not); each that began before then is a sample.
 The time ends when the current stream has finished. Between pairs the worker is idle.
 The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``timing.Arrivals`` drops them.
 """
@@ -108,7 +108,8 @@ class BenchmarkPipeline(TimedPipeline):
         return time.perf_counter() - begin
 
     def _in_flight(self) -> int:
-        """Outputs that are not through. The acks of those that are stay where they are, to be taken when they would be."""
+        """How many outputs are neither settled nor acknowledged. Acks stay where they are, for the worker to take when it
+        would anyway."""
         exporter = getattr(self._worker_proc, "exporter", None)
         return self._worker_proc._async_output_pending - (exporter.delivered if exporter is not None else 0)
 

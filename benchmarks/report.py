@@ -35,7 +35,8 @@ _ABOUT = {
         "Hand-off",
         "From `_return_result` entered in the worker to the output on the host in the engine's process. The pipeline returns"
         " an output it made before: no forward is counted. With eight in flight the latencies include the wait behind the"
-        " outputs before, `outputs/s` is the rate of arrivals, and PCIe is that rate over the bare copy's.",
+        " outputs before, `outputs/s` is the rate of arrivals, and PCIe is that rate over the bare copy's. With a GPU, an"
+        " output below 1 MB comes out of `mp` on the GPU again: its time includes that copy, and not a later one to the host.",
     ),
     "worker_cost": (
         "Worker cost",
@@ -44,8 +45,9 @@ _ABOUT = {
     "interference": (
         "Interference",
         "Time of a forward that begins with the hand-off of an output, over the same forward alone in the same worker. The"
-        " call of `_return_result` and the staging copy are inside the time. Forwards follow one another until the worker is"
-        " rid of the output, and each of them is a sample. `varying`: sizes from half to all of what is named.",
+        " call of `_return_result` and the staging copy are inside the time. Forwards follow one another until the output is"
+        " packed and sent (`mp`) or acknowledged (the packer), and each of them is a sample. `varying`: sizes from half to all"
+        " of what is named.",
     ),
     "overlap": (
         "Overlap",
@@ -244,15 +246,13 @@ def markdown(found: dict[str, dict[str, Result]]) -> str:
 
 def _machine(machine: str, results: dict[str, Result]) -> str:
     described = next(iter(results.values()))
-    header, versions = described["machine"], described["versions"]
-    gpus = header["gpus"]
+    gpus, versions = described["machine"]["gpus"], described["versions"]
     lines = [
         f"## {machine}",
         "",
         "; ".join(map(_gpu, gpus)) or "No GPU: the host device. It shows that the path works, not how fast it is.",
         "",
-        f"{header['cpu']}, {header['cores']} cores, {header['memory_gib']:g} GiB, Linux {header['kernel']};"
-        f" Python {versions['python']}, torch {versions['torch']}, vllm-omni {versions['vllm-omni']}.",
+        f"Python {versions['python']}, torch {versions['torch']}, vllm-omni {versions['vllm-omni']}.",
         "",
     ]
     if gpus:
@@ -290,6 +290,8 @@ def _section(machine: str, benchmark: str, result: Result) -> list[str]:
         lines += [f"{trimmed} rows have fewer samples than planned (`trimmed_from`): the time was up.", ""]
     settings = ", ".join(f"{name} = {value}" for name, value in result.get("settings", {}).items())
     lines += [f"`{result['command']}`, {result['date']}" + (f"; settings: {settings}" if settings else "") + ".", ""]
+    host = result["machine"]
+    lines += [f"{host['cpu']}, {host['cores']} cores, {host['memory_gib']:g} GiB, Linux {host['kernel']}.", ""]
     return lines
 
 

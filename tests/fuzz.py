@@ -160,9 +160,8 @@ class Descriptors:
 
     def __init__(self) -> None:
         self.page = SharedMemory.create("fuzz-page", 4096)
-        self.acks = SharedMemory.create(
-            "fuzz-acks", 4096
-        )  # the packer writes into it: as a timeline it would be another
+        # The packer writes into this one, and would into a timeline's generation.
+        self.acks = SharedMemory.create("fuzz-acks", 4096)
         self.chunk = SharedMemory.create("fuzz-chunk", 2 * MIB)
         read_only = os.memfd_create("fuzz-read-only", os.MFD_ALLOW_SEALING)
         os.ftruncate(read_only, 4096)

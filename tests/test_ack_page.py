@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+import subprocess
+import sys
+import time
 
 import pytest
 
-from packer_service.ack_page import WORDS, AckPage
+from packer_service.ack_page import ACK_PAGE_BYTES, WORDS, AckPage
 from packer_service.errors import ProtocolError
 from packer_service.memory import create_memfd
 
@@ -52,26 +54,45 @@ def test_an_export_without_a_value_of_its_own_is_not_put(pages):
     assert worker.take() == [1]
 
 
-def test_nothing_is_lost_or_seen_twice_while_both_sides_run(pages):
-    worker, packer = pages
-    number, taken = 20_000, []
+PUT_ALL = """
+import sys, threading
+from packer_service.ack_page import AckPage
 
-    def put_all(first: int) -> None:
-        for value in range(first, number + 1, 2):
-            while not packer.put(value):
-                pass
+page, last = AckPage.attach(int(sys.argv[1])), int(sys.argv[2])
 
-    threads = [threading.Thread(target=put_all, args=(first,)) for first in (1, 2)]
-    for thread in threads:
-        thread.start()
-    while len(taken) < number:
-        taken += worker.take()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == list(range(1, number + 1))
-    assert [value for value in taken if value % 2] == list(range(1, number + 1, 2))
+def put(first):
+    for value in range(first, last + 1, 2):
+        while not page.put(value):
+            pass
+
+threads = [threading.Thread(target=put, args=(first,)) for first in (1, 2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
 
 
-def test_a_page_the_worker_could_cut_short_is_refused():
+def test_nothing_is_lost_or_seen_twice_while_two_threads_of_another_process_put(pages):
+    worker, _ = pages
+    last, taken, deadline = 20_000, [], time.monotonic() + 60
+    command = [sys.executable, "-c", PUT_ALL, str(worker.fd), str(last)]
+    with subprocess.Popen(command, pass_fds=(worker.fd,)) as packer:
+        while packer.poll() is None and time.monotonic() < deadline:
+            taken += worker.take()
+        packer.kill()
+    taken += worker.take()
+    assert sorted(taken) == list(range(1, last + 1))
+    assert [value for value in taken if value % 2] == list(range(1, last + 1, 2))
+
+
+def test_a_page_that_is_too_small_is_refused():
     with pytest.raises(ProtocolError, match="holds 100 bytes"):
         AckPage.attach(create_memfd("too-small", 100))
+
+
+def test_a_page_that_the_worker_could_cut_short_is_refused():
+    fd = os.memfd_create("not-sealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ACK_PAGE_BYTES)
+    with pytest.raises(ProtocolError, match="not sealed against shrinking"):
+        AckPage.attach(fd)

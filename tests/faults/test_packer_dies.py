@@ -158,9 +158,8 @@ def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
         for output_id, output in expected.items():
             worker.send(output, output_id)
         kept.wait(*expected)
-        acknowledged = [
-            i for i in expected if not i.endswith("dict")
-        ]  # that one has a host array, and an ack by message
+        # The dict has a host array, and an ack by message.
+        acknowledged = [output_id for output_id in expected if not output_id.endswith("dict")]
         page = worker.exporter._acks
         wait_until(lambda: page._ring[len(acknowledged) - 1], "the acks are on the page")
         old = kept.packer_pid
