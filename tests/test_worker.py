@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from packer_process import DEADLINE_S, wait_until
 
 pytest.importorskip("vllm_omni")
+from engine_checks import warnings_logged
 from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
 
 from worker_shim import worker
@@ -71,6 +73,44 @@ def test_the_export_thread_survives_an_error_it_cannot_report(running):
     running.run_export_thread()
     assert running._async_output_pending == 0
     assert [message.kind for message in running.sent] == [AsyncOutputKind.COMPUTE_DONE] * 2
+
+
+class LazyExporter:
+    """An exporter with acks that nobody has taken."""
+
+    def __init__(self, running: Worker, delivered: int) -> None:
+        self.given_back = 0
+        self._running = running
+        self._delivered = delivered
+
+    def take_acks(self) -> None:
+        for _ in range(self._delivered):
+            self._running._settled("output")
+        self._delivered = 0
+
+    def give_back_arena(self, timeout_s: float) -> None:
+        assert timeout_s >= 0
+        self.given_back += 1
+
+
+def test_a_drain_that_may_not_wait_takes_the_acks_that_are_there(running):
+    running._async_output_pending = 2
+    running.exporter = LazyExporter(running, 2)
+    assert running.drain_async_outputs(0.0)
+    assert running.exporter.given_back == 1
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.1])
+def test_a_drain_in_vain_ends_in_time_and_says_how_long_it_took(running, limit_s):
+    running.gpu_id = 0
+    running._async_output_pending = 2
+    running.exporter = LazyExporter(running, 1)
+    begin = time.monotonic()
+    with warnings_logged() as log:
+        assert not running.drain_async_outputs(limit_s)
+    assert limit_s <= time.monotonic() - begin < limit_s + 1.0
+    assert log == [f"worker 0: 1 outputs are still in flight after {limit_s:.1f} s"]
+    assert running.exporter.given_back == 0
 
 
 def test_the_export_thread_does_not_keep_an_output_that_it_sent(running):

@@ -308,20 +308,25 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             self._async_output_done.notify_all()
 
     def drain_async_outputs(self, timeout: float | None = None) -> bool:
-        """vllm-omni's own wait before device memory is released; then the arena goes back too, imports and all."""
+        """What vllm-omni waits for before device memory is released; then the arena goes back too, imports and all."""
         exporter = self.exporter
         if exporter is None:
             return super().drain_async_outputs(timeout)
         limit_s = diffusion_worker._ASYNC_OUTPUT_DRAIN_TIMEOUT_S if timeout is None else timeout
         deadline = time.monotonic() + limit_s
-        while self._async_output_pending and time.monotonic() < deadline:
+        while True:
             exporter.take_acks()  # which come without a word
+            left_s = deadline - time.monotonic()
             with self._async_output_done:
-                self._async_output_done.wait_for(lambda: self._async_output_pending == 0, _ACK_POLL_S)
-        drained = super().drain_async_outputs(max(deadline - time.monotonic(), 0.0))
-        if drained:
-            exporter.give_back_arena(max(deadline - time.monotonic(), 0.0))
-        return drained
+                pending = self._async_output_pending
+                if not pending or left_s <= 0:
+                    break
+                self._async_output_done.wait_for(lambda: self._async_output_pending == 0, min(left_s, _ACK_POLL_S))
+        if pending:
+            logger.warning("worker %d: %d outputs are still in flight after %.1f s", self.gpu_id, pending, limit_s)
+            return False
+        exporter.give_back_arena(max(deadline - time.monotonic(), 0.0))
+        return True
 
     def shutdown(self) -> None:
         self.drain_async_outputs()
