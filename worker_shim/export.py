@@ -458,10 +458,11 @@ class Exporter:
             self._unmapped.notify_all()
 
     def resume(self) -> list[Packet]:
+        acks = AckPage.create()  # first: it may raise
         self.broken = ""
         self._collect_acks()
         self._acks.close()
-        self._acks = AckPage.create()
+        self._acks = acks
         packets: list[Packet] = [*self._pages(), *self._mapped.values()]
         for staged in self._pending.values():
             packets += staged.messages()

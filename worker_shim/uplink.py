@@ -39,7 +39,8 @@ class Client(Protocol):
         ...
 
     def resume(self) -> Iterable[Packet]:
-        """A connection was made: everything its packer must be told before anything new."""
+        """A connection was made: everything its packer must be told before anything new. OSError where it cannot be used,
+        with nothing changed: another is tried."""
         ...
 
     def suspend(self) -> None:
@@ -204,7 +205,12 @@ class Uplink:
             except (PackerError, OSError) as error:
                 reason = f"the packer is gone and does not come back ({error})"
                 continue
-            self._resume(channel)
+            try:
+                self._resume(channel)
+            except OSError as error:
+                channel.close()
+                reason = f"the packer is back, but this worker cannot use the connection ({error})"
+                continue
             return channel
         return None
 
@@ -219,8 +225,9 @@ class Uplink:
 
     def _resume(self, channel: Channel) -> None:
         with self.lock:
+            packets = self._client.resume()
             self.connections += 1
             self._channel = channel
-            self._outbox.extend(self._client.resume())
+            self._outbox.extend(packets)
             waiting = len(self._outbox)
         logger.info("the packer is back: outputs go through it again (%d messages are sent again)", waiting)

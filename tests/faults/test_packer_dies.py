@@ -6,6 +6,7 @@ runs. tests/test_engine_faults.py has the same under the real engine, batches in
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,6 +14,8 @@ import time
 
 import pytest
 from packer_process import wait_until
+
+from packer_service.ack_page import AckPage
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -168,6 +171,26 @@ def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
         assert worker.exporter._pending.keys().isdisjoint(acknowledged)
         assert worker.exporter._acks is not page
         worker.wait_settled(*acknowledged)
+
+
+def test_a_worker_without_memory_for_an_ack_page_connects_as_soon_as_there_is_some(kept, monkeypatch):
+    create, missing = AckPage.create, [OSError(errno.EMFILE, "injected"), OSError(errno.ENOMEM, "injected")]
+
+    def create_once_there_is_memory() -> AckPage:
+        if missing:
+            raise missing.pop()
+        return create()
+
+    with working(kept, max_restarts=RESTARTS) as worker, monkeypatch.context() as patch:
+        patch.setattr(AckPage, "create", create_once_there_is_memory)
+        old = kept.packer_pid
+        wait_restarted(kept, old, kill(kept, signal.SIGKILL))
+        expected = some_outputs(670)
+        for output_id, output in expected.items():
+            worker.send(output, output_id)
+        assert_delivered(kept, worker, expected)
+        assert not missing
+        assert worker.exporter._uplink.connections == 2, "a connection that was not used counts as one"
 
 
 @SIGNALS
