@@ -984,6 +984,20 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
         engine.close()
 
 
+def test_what_a_packer_had_acknowledged_is_settled_when_it_is_given_up(tmp_path):
+    with running_packer(tmp_path / "run") as packer, contextlib.closing(EngineSide(packer)) as engine:
+        side = WorkerSide(packer, engine.session, restart_wait_s=0.0)
+        with contextlib.closing(side.exporter):
+            side.exporter.look = lambda: None  # until then, nobody does
+            side.send([torch.ones(5)], "output")
+            engine.output("output")
+            wait_until(lambda: side.exporter.delivered, "its ack is on the page")
+            packer.signal(signal.SIGKILL)
+            wait_until(lambda: side.settled == ["output"], "nobody looks for room, and the packer never comes back")
+            assert side.exporter._arena.idle
+            assert side.handed_back == []
+
+
 def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
     side = WorkerSide(packer, engine.session, max_restarts=0)
     with contextlib.closing(side.exporter):

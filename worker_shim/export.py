@@ -8,7 +8,8 @@ message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
 Ack thread: hears of what was delivered or failed. Whatever the packer cannot do comes back through ``on_handed_back``.
 The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): they are taken where room is short,
-by whoever has just sent an output or looks for room, and by the ack thread whenever it is awake, twice a second at least.
+by whoever has just sent an output or looks for room, and by the ack thread whenever it is awake, twice a second at least;
+while the packer is gone, once, when it is back or given up.
 
 Note [Held until the ack]
 Each piece of an output is flat device memory: a slot of the arena; a clone beside a full arena, until slots come back; or, of
@@ -477,6 +478,7 @@ class Exporter:
                 self._forget(staged)
         for staged in orphans:
             self._hand_back(staged, reason)  # what is not submitted yet is handed back when it is: see _send_second
+        self.take_acks()  # this thread looks for them only while there is a connection
 
     def _pages(self) -> list[Packet]:
         """What a connection begins with."""
