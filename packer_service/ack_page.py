@@ -4,11 +4,12 @@ A worker wants its slots back when it runs out of room, not at the moment an out
 thread of it in the middle of a forward, for the GIL (measured on an H200: 0.15-0.35 ms of an 18 ms forward). So acks that
 can wait are words of a page of shared memory, and the worker reads them when it looks for room, and a few times a second.
 
-    byte 0     taken   written by the worker: how many acks it has taken
-    byte 64    ring    word i: whose the i-th ack is, by the ``ready`` of its export; written by the packer
+    byte 0     taken   u64, written by the worker: how many acks it has taken
+    byte 64    ring    128 u64, written by the packer: word i % 128 is the ``ready`` of the export that ack i is of
 
-Each connection has a page of its own, for a packer that hung may still write to that of an earlier one. No ``ready`` is used
-twice, so a word is a new ack when it is not what it was a round ago: nothing but that word has to become visible.
+Each connection has a page of its own, for a packer that hung may still write to that of an earlier one. A ``ready`` is a value
+of the worker's timeline, which only grows, so a word is a new ack when it is not what it was a round ago: nothing but that
+word has to become visible.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ _RING_AT = 64  # a cache line of its own
 
 
 class AckPage:
-    """Either side's mapping of the page. ``create`` in the worker, ``attach`` in the packer; ``close()`` gives it back."""
+    """Either side's mapping of the page. ``create`` and ``take`` in the worker, ``attach`` and ``put`` in the packer.
+
+    ``_next`` is the ack that this side puts or takes next. ``_lock`` guards the packer's; the worker's caller locks, and only
+    the worker has ``_seen``, the words of the round before. ``close()`` gives the descriptor back; the mapping goes with the
+    object.
+    """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory

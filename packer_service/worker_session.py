@@ -5,9 +5,9 @@ Note [The life of an output in the packer]
 behind the wait for the worker's marker, and the finisher thread sleeps until they are done. Meanwhile ``Skeleton`` (or
 ``Withdraw``) arrives. With the copies submitted, a plain skeleton goes to the engine (OUTPUT_COMING), which puts the output
 together meanwhile; if it does not come after all, that is taken back (OUTPUT_GONE). Once the copies are done and the second
-message is there, the output is settled: OUTPUT_READY goes to the engine, and only after that send the ack to the worker, so
-that an output is always in the worker's arena or in the engine's hands. From then on the regions are the engine's leases.
-What failed is nacked; the worker sends it another way.
+message is there, the output is settled: OUTPUT_READY goes to the engine, and only after that send is it acknowledged to the
+worker (a word on its ack page, or a message), so that an output is always in the worker's arena or in the engine's hands. From
+then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
 An import that is this output's alone is closed in between: with the answer, its memory is the worker's to free.
 
 Note [When a worker is gone]
@@ -123,7 +123,7 @@ class WorkerSession:
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
         self._closing: set[int] = set()  # imports that are let go of, until the worker is told that they are closed
         self._timeline: Timeline | None = None
-        self._acks: AckPage | None = None
+        self._ack_page: AckPage | None = None
         self._generation = 0
         self._leave = leave  # the packer stops: wait for no forward any more
         self._lock = threading.Lock()
@@ -206,9 +206,9 @@ class WorkerSession:
                 self._timeline = self._device.open_timeline(TimelinePage.attach(fds.pop()))
                 self._generation = message.generation
             case protocol.MapAcks():
-                if self._acks is not None or not fds:
+                if self._ack_page is not None or not fds:
                     raise ProtocolError("a worker sends its ack page once, with its memfd")
-                self._acks = AckPage.attach(fds.pop())
+                self._ack_page = AckPage.attach(fds.pop())
             case Fail():
                 self._fail(message)
             case Ping():
@@ -221,7 +221,7 @@ class WorkerSession:
     def _hand_back(self, message: protocol.Message, lost: DescriptorLost) -> bool:
         """Hand back what needed the descriptor and serve on: that our table is full is no fault of this worker's.
 
-        False where the message needs none. Without its timeline a worker cannot be served at all.
+        False where the message needs none. Without its two pages a worker cannot be served at all.
         """
         match message:
             case Skeleton():
@@ -533,10 +533,12 @@ class WorkerSession:
         return True
 
     def _acknowledge(self, export: Export, skeleton: Skeleton) -> None:
-        """The engine has it. Host arrays and a direct piece's allocation are waited for; slots are not, until they run out."""
-        only_slots = not export.close and not skeleton.body.host_nbytes
-        if not (only_slots and self._acks is not None and self._acks.put(export.ready)):
-            self._unmap_arenas(export.close, Ack(export.output))
+        """The engine has it. A note on the ack page where the worker holds only slots for it, which it misses when it runs out
+        of room; a message where it holds more (host arrays, an allocation), or where that page is full or was never sent."""
+        may_wait = not export.close and not skeleton.body.host_nbytes
+        if may_wait and self._ack_page is not None and self._ack_page.put(export.ready):
+            return
+        self._unmap_arenas(export.close, Ack(export.output))
 
     def _nack(self, transfer: Transfer) -> None:
         """Tell the worker to send this output another way; where the worker is gone, tell the engine that it failed."""
@@ -658,8 +660,8 @@ class WorkerSession:
                 arena.close()
         if self._timeline is not None:
             self._timeline.close()
-        if self._acks is not None:
-            self._acks.close()
+        if self._ack_page is not None:
+            self._ack_page.close()
         self._device.drain()
         self._channel.close()  # only now may the worker free its memory
 

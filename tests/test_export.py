@@ -991,7 +991,7 @@ def test_what_a_packer_had_acknowledged_is_settled_when_it_is_given_up(tmp_path)
             side.exporter.look = lambda: None  # until then, nobody does
             side.send([torch.ones(5)], "output")
             engine.output("output")
-            wait_until(lambda: side.exporter.delivered, "its ack is on the page")
+            wait_until(lambda: side.exporter.acknowledged, "its ack is on the page")
             packer.signal(signal.SIGKILL)
             wait_until(lambda: side.settled == ["output"], "nobody looks for room, and the packer never comes back")
             assert side.exporter._arena.idle

@@ -42,7 +42,7 @@ class Arena:
     """Slots for outputs in flight. The main thread allocates and grows, whoever hears of acks releases; one lock.
 
     ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out. A number names a chunk
-    for good. ``reclaim()`` is called where room is short: it releases the slots of outputs that were delivered meanwhile.
+    for good. ``reclaim()`` is called without the lock where room is short: it releases the slots of delivered outputs.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class Arena:
         self._step_bytes = step_bytes
         self._announce = announce
         self._reclaim = reclaim
-        self._lock = threading.RLock()  # taken by itself in ``allocate``: a Condition's own ``with`` is Python
+        self._lock = (
+            threading.RLock()
+        )  # taken by itself where every output passes: a Condition's own ``with`` is Python
         self._changed = threading.Condition(self._lock)
         self._chunks: dict[int, tuple[Chunk, Extents]] = {}
         self._next_chunk = 0
@@ -77,7 +79,7 @@ class Arena:
             return all(extents.idle for _, extents in self._chunks.values())
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether some chunk has a free range of that size."""
+        """Whether one free range holds that much. A guess at the next ``allocate``, which may spread its pieces."""
         with self._lock:
             return any(extents.largest_free >= nbytes for _, extents in self._chunks.values())
 
@@ -92,7 +94,8 @@ class Arena:
         return slots
 
     def wait_allocate(self, sizes: Sequence[int], timeout_s: float) -> list[Slot] | None:
-        """The same without growing, waiting for slots to come back. Any thread."""
+        """As ``allocate``, without growing: wait up to ``timeout_s`` for slots to come back, and ``reclaim`` meanwhile. None in
+        the end, and at once where no slot is out. Any thread."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._reclaim()

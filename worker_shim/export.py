@@ -8,8 +8,8 @@ message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
 Ack thread: hears of what was delivered or failed. Whatever the packer cannot do comes back through ``on_handed_back``.
 The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): they are taken where room is short,
-by whoever has just sent an output or looks for room, and by the ack thread whenever it is awake, twice a second at least;
-while the packer is gone, once, when it is back or given up.
+by whoever has just sent an output or looks for room, and by the ack thread at every message, after each half second without
+one, and when a packer that was gone is back or given up.
 
 Note [Held until the ack]
 Each piece of an output is flat device memory: a slot of the arena; a clone beside a full arena, until slots come back; or, of
@@ -118,7 +118,7 @@ class Staged:
 class Exporter:
     """One worker's connection to its packer. Opening it probes the device with a real copy.
 
-    The uplink's lock guards ``_pending``, ``_acks``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
+    The uplink's lock guards ``_pending``, ``_ack_page``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
     See Note [Who does what in the worker].
     """
 
@@ -156,7 +156,7 @@ class Exporter:
             )[0]
 
         channel = connect(settings.start_timeout_s)
-        self._acks = AckPage.create()  # this connection's
+        self._ack_page = AckPage.create()  # this connection's
         self._uplink = Uplink(channel, connect, settings, self)
         try:
             for message, fd in self._pages():
@@ -164,7 +164,7 @@ class Exporter:
             self._probe(channel, settings.start_timeout_s)
         except BaseException:
             channel.close()
-            self._acks.close()
+            self._ack_page.close()
             self._arena.close()
             raise
         self._uplink.start()
@@ -234,10 +234,10 @@ class Exporter:
         if not staged.plain or staged.overflow_bytes or self.broken:
             return False
         try:
-            self._pickle(staged, _no_salvage)
+            body = self._pickle(staged, _no_salvage)
         except Exception:
             return False  # submit meets it again, and says so
-        self._send_skeleton(staged)
+        self._send_skeleton(staged, body)
         return not self._uplink.has_backlog
 
     def _start(self, staged: Staged) -> None:
@@ -379,7 +379,7 @@ class Exporter:
         if staged.payload:
             return  # submit_now posted it, and the flush above sent it
         try:
-            self._pickle(staged, salvage)
+            body = self._pickle(staged, salvage)
             if staged.overflow_bytes and (why_not := self._stage_late(staged)):
                 self._forget(staged)
                 self._hand_back(staged, why_not)
@@ -387,7 +387,7 @@ class Exporter:
         except Exception:
             self.withdraw(staged)
             raise
-        self._send_skeleton(staged)
+        self._send_skeleton(staged, body)
         self._uplink.flush()
 
     def withdraw(self, staged: Staged) -> None:
@@ -426,7 +426,8 @@ class Exporter:
     def take(self, message: Message) -> None:
         self.take_acks()
         if isinstance(message, protocol.Ack):
-            if (staged := self._forget_id(message.output)) is not None:
+            staged = self._forget_id(message.output)
+            if staged is not None:
                 self._settle(staged)
         elif isinstance(message, protocol.Nack):
             staged = self._forget_id(message.output)
@@ -459,11 +460,11 @@ class Exporter:
             self._unmapped.notify_all()
 
     def resume(self) -> list[Packet]:
-        acks = AckPage.create()  # first: it may raise
+        page = AckPage.create()  # first: it may raise
         self.broken = ""
         self._collect_acks()
-        self._acks.close()
-        self._acks = acks
+        self._ack_page.close()
+        self._ack_page = page
         packets: list[Packet] = [*self._pages(), *self._mapped.values()]
         for staged in self._pending.values():
             packets += staged.messages()
@@ -483,11 +484,12 @@ class Exporter:
     def _pages(self) -> list[Packet]:
         """What a connection begins with."""
         timeline = self.device.timeline
-        return [(MapTimeline(timeline.generation), timeline.fd), (MapAcks(), self._acks.fd)]
+        return [(MapTimeline(timeline.generation), timeline.fd), (MapAcks(), self._ack_page.fd)]
 
     def _collect_acks(self) -> None:
-        """The uplink's lock is held, under which nothing can be settled: that takes the arena's, which comes first."""
-        if ready := set(self._acks.take()):
+        """Move what the ack page says was delivered from ``_pending`` to ``_delivered``. The uplink's lock is held, and
+        ``take_acks`` settles them without it: settling takes the arena's lock, which comes first."""
+        if ready := set(self._ack_page.take()):
             delivered = [s for s in self._pending.values() if s.export is not None and s.export.ready in ready]
             for staged in delivered:
                 self._forget(staged)
@@ -500,7 +502,7 @@ class Exporter:
     # -- either --------------------------------------------------------------------------------------------------------
 
     def take_acks(self) -> None:
-        """Settle what the packer has delivered and told nobody of. Any thread."""
+        """Settle every output whose ack is on the page. Any thread, but not under the uplink's lock."""
         with self._uplink.lock:
             self._collect_acks()
             delivered, self._delivered = self._delivered, []
@@ -508,13 +510,14 @@ class Exporter:
             self._settle(*delivered)
 
     @property
-    def delivered(self) -> int:
-        """Outputs in the engine's hands that nobody has settled yet: see ``take_acks``."""
+    def acknowledged(self) -> int:
+        """How many outputs were acknowledged on the page and are not settled yet. For benchmarks."""
         with self._uplink.lock:
-            return len(self._delivered) + self._acks.waiting
+            return len(self._delivered) + self._ack_page.waiting
 
-    def _pickle(self, staged: Staged, salvage: Salvage) -> None:
-        """Make the payload, and the memfd of host arrays and of a payload too large for a message; let go of the output."""
+    def _pickle(self, staged: Staged, salvage: Salvage) -> Body:
+        """What the engine rebuilds the output from. Host arrays, and a payload too large for a message, go to a memfd,
+        ``staged.host``. Lets go of the output. Raises what pickling raises, and OSError where there is no memfd."""
 
         def to_host(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
@@ -534,26 +537,20 @@ class Exporter:
                 raise
             payload, host = dump(staged.output)
             del placed
-        tail = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
-        nbytes = host.nbytes + len(tail)
+        in_host = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
+        nbytes = host.nbytes + len(in_host)
         if nbytes:
             staged.host = SharedMemory.create("packer-host-arrays", nbytes)
             host.write_into(staged.host.buffer)
-            staged.host.buffer[host.nbytes :] = tail
+            staged.host.buffer[host.nbytes :] = in_host
+        mac = skeleton.mac(self._mac_key, staged.output_id, payload)
         staged.payload, staged.output = payload, None
+        return Body(b"" if in_host else payload, mac, nbytes, len(in_host))
 
-    def _send_skeleton(self, staged: Staged) -> None:
-        host = staged.host  # once: the ack thread may release it meanwhile
-        in_host = len(staged.payload) if len(staged.payload) > protocol.MAX_PAYLOAD_BYTES else 0
-        body = Body(
-            b"" if in_host else staged.payload,
-            skeleton.mac(self._mac_key, staged.output_id, staged.payload),
-            host.nbytes if host is not None else 0,
-            in_host,
-        )
+    def _send_skeleton(self, staged: Staged, body: Body) -> None:
         self._send_second(staged, Skeleton(staged.output_id, body, staged.plain))
         if not self._arena.has_room(sum(piece.nbytes for piece in staged.pieces)):
-            self.take_acks()  # now, rather than while the next output is staged: nothing waits for this thread
+            self.take_acks()  # here rather than in ``stage``: the engine has COMPUTE_DONE already
 
     def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
         with self._uplink.lock:
@@ -574,12 +571,10 @@ class Exporter:
     def _forget(self, staged: Staged) -> None:
         self._forget_id(staged.output_id)
 
-    def _settle(self, *those: Staged) -> None:
-        """The engine has them, or nobody will: everything they held is free again."""
-        for staged in those:
-            self._forget(staged)
-        self.release(*those)
-        for staged in those:
+    def _settle(self, *outputs: Staged) -> None:
+        """The engine has them, or nobody will: everything they held is free again. They are out of ``_pending`` already."""
+        self.release(*outputs)
+        for staged in outputs:
             if staged.counted:
                 self._on_settled(staged.output_id)
 
@@ -601,13 +596,13 @@ class Exporter:
 
         return skeleton.load(specs, pickled, device_tensor, staged.host.buffer if staged.host else b"")
 
-    def release(self, *those: Staged) -> None:
+    def release(self, *outputs: Staged) -> None:
         """Give back slots, clones, host memory and events. Idempotent, on any thread."""
         slots: list[Slot] = []
         hosts: list[SharedMemory] = []
         signals: list[Signal] = []
         with self._uplink.lock:
-            for staged in those:
+            for staged in outputs:
                 slots += staged.slots
                 if staged.host is not None:
                     hosts.append(staged.host)
@@ -628,7 +623,7 @@ class Exporter:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
         self.device.timeline.let_go()
         self._uplink.finish(_FINISH_S)
-        self._acks.close()
+        self._ack_page.close()
         for chunk in self._leaving.values():
             self.device.free(chunk)
         self._arena.close()

@@ -308,14 +308,16 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             self._async_output_done.notify_all()
 
     def drain_async_outputs(self, timeout: float | None = None) -> bool:
-        """What vllm-omni waits for before device memory is released; then the arena goes back too, imports and all."""
+        """Wait up to ``timeout`` seconds (None: vllm-omni's own limit) until no output is in flight; then give the arena back,
+        imports and all. False, and a warning, where some are in flight still.
+        """
         exporter = self.exporter
         if exporter is None:
             return super().drain_async_outputs(timeout)
         limit_s = diffusion_worker._ASYNC_OUTPUT_DRAIN_TIMEOUT_S if timeout is None else timeout
         deadline = time.monotonic() + limit_s
         while True:
-            exporter.take_acks()  # which come without a word
+            exporter.take_acks()  # nobody is woken for them
             left_s = deadline - time.monotonic()
             with self._async_output_done:
                 pending = self._async_output_pending

@@ -163,13 +163,13 @@ def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
         kept.wait(*expected)
         # The dict has a host array, and an ack by message.
         acknowledged = [output_id for output_id in expected if not output_id.endswith("dict")]
-        page = worker.exporter._acks
+        page = worker.exporter._ack_page
         wait_until(lambda: page._ring[len(acknowledged) - 1], "the acks are on the page")
         old = kept.packer_pid
         wait_restarted(kept, old, kill(kept, signal.SIGKILL))
         wait_until(lambda: worker.exporter._uplink.connections == 2, "the worker is connected again")
         assert worker.exporter._pending.keys().isdisjoint(acknowledged)
-        assert worker.exporter._acks is not page
+        assert worker.exporter._ack_page is not page
         worker.wait_settled(*acknowledged)
 
 
