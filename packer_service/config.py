@@ -43,12 +43,15 @@ _UNITS = {
     "kib": KIB,
     "mib": MIB,
     "gib": GIB,
+    "tib": 1024 * GIB,
     "k": KIB,
     "m": MIB,
     "g": GIB,
+    "t": 1024 * GIB,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
+    "tb": 10**12,
 }
 
 
@@ -151,6 +154,11 @@ class Settings:
         if self.pool_max_bytes == 0:
             object.__setattr__(self, "pool_max_bytes", max(min(16 * GIB, limit // 4) & -(2 * MIB), 2 * MIB))
         if self.pool_bytes > self.pool_max_bytes:
+            if self.pool_bytes != type(self).pool_bytes:
+                raise SettingError(
+                    f"pool_bytes is {self.pool_bytes}, more than pool_max_bytes = {self.pool_max_bytes} (where that is not"
+                    " set, a quarter of the memory): lower pool_bytes, or raise pool_max_bytes"
+                )
             object.__setattr__(self, "pool_bytes", self.pool_max_bytes)
 
     @classmethod
@@ -184,7 +192,10 @@ class Settings:
     def read_key(self) -> bytes:
         """The secret in ``key_file``: at least 16 bytes, and nobody else may read the file."""
         if not self.key_file:
-            raise SettingError("key_file is not set: it names the file with the secret that packer and workers share")
+            raise SettingError(
+                "key_file is not set (--key-file or PACKER_KEY_FILE): it names the file with the secret that packer, engine"
+                " and workers share, such as (umask 077; head -c 32 /dev/urandom | base64 > key) makes"
+            )
         try:
             mode = os.stat(self.key_file).st_mode
             key = Path(self.key_file).read_bytes().strip()

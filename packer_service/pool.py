@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 POPULATE_THREADS = 8
 _RETRY_GROWTH_S = 5.0
 _OTHERS_POLL_S = 0.02
-_COMPLAINT_S = 1.0
+_COMPLAINT_S = 10.0
 _LEFT_TO_OTHERS = 64 << 20  # of a cgroup's memory: beyond its limit the kernel kills a process of it, and any of them
 
 
@@ -167,6 +167,7 @@ class Pool:
         self._growing = False
         self._blocked_until = 0.0
         self._growth_error = ""
+        self._in_vain = False  # an allocation waited in vain, and nothing came back since
         self._last_use = time.monotonic()
         self._refusing = False  # no more grants
         self._closed = False
@@ -177,7 +178,10 @@ class Pool:
     # -- regions -------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, timeout_s: float = 0.0) -> Region:
-        """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise."""
+        """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise.
+
+        Leases are not waited for once that was in vain, until one returns: outputs that come behind would each wait as long.
+        """
         begin = time.monotonic()
         with self._lock:
             self._last_use = begin
@@ -195,7 +199,9 @@ class Pool:
                     could_grow = self._ask_for(nbytes)
                     remaining = begin + timeout_s - time.monotonic()
                     others = not could_grow and self._others_hold(nbytes)
-                    if remaining <= 0 or not (could_grow or self._regions or others):
+                    hopeful = could_grow or others or (self._regions and not self._in_vain)
+                    if remaining <= 0 or not hopeful:
+                        self._in_vain = self._in_vain or waited
                         raise PoolExhausted(self._why_exhausted(nbytes))
                     waited = True
                     self._space.wait(min(remaining, _OTHERS_POLL_S) if others else remaining)
@@ -224,6 +230,7 @@ class Pool:
         if region is None:
             raise ProtocolError(f"lease {number} is not out: it was returned twice or never granted")
         region.segment.extents.release(region.offset)
+        self._in_vain = False
         self._space.notify_all()
 
     def lease(self, regions: list[Region]) -> None:
@@ -279,7 +286,7 @@ class Pool:
             return self._holds()
 
     def complain(self) -> None:
-        """An output found no room and is handed back: count it, and say who holds what, once a second at most."""
+        """An output found no room and is handed back: count it, and say who holds what, now and then."""
         now = time.monotonic()
         with self._lock:
             self.exhausted += 1
@@ -327,6 +334,7 @@ class Pool:
             raise
         with self._lock:
             self._segments.append(segment)
+            self._in_vain = False
             self._space.notify_all()
         logger.info("pool grew by %d MiB to %d MiB%s", nbytes >> 20, self.nbytes >> 20, self._of_owner())
 

@@ -73,6 +73,7 @@ class Server:
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        self._idle_since = time.monotonic()  # until now nobody could connect
         self._accepter.start()
         self._watchdog.start()
         logger.info(

@@ -656,8 +656,13 @@ def _child_main() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1.0,
+        help="how long (default %(default)g); exit code 1 where it found a problem",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is random (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the summary, with the machine, here")
     arguments = parser.parse_args()
     summary = run(arguments.seed, arguments.minutes)

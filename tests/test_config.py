@@ -123,7 +123,11 @@ def test_a_setting_error_is_a_value_error_too():
 
 
 def test_the_pool_starts_no_larger_than_it_may_become():
-    assert load(pool_bytes="64MiB", pool_max_bytes="8MiB").pool_bytes == 8 * MIB
+    assert load(pool_max_bytes="8MiB").pool_bytes == 8 * MIB
+    with pytest.raises(
+        SettingError, match=r"pool_bytes is 67108864, more than pool_max_bytes = 8388608 .*: lower pool_bytes"
+    ):
+        load(pool_bytes="64MiB", pool_max_bytes="8MiB")
 
 
 def test_a_pool_larger_than_this_process_may_use_is_refused_with_what_to_set(monkeypatch):

@@ -100,6 +100,28 @@ def test_a_full_pool_grows_while_the_output_waits_and_counts_the_wait(new_pool):
     assert pool.waited_s < DEADLINE_S
 
 
+def test_behind_an_output_that_waited_in_vain_no_other_waits_until_something_comes_back(new_pool):
+    pool = new_pool()
+    first = pool.allocate(MIB)
+    pool.allocate(MIB)
+    with pytest.raises(PoolExhausted):
+        pool.allocate(MIB)  # of one that may not wait nobody learns anything
+    with pytest.raises(PoolExhausted):
+        pool.allocate(MIB, 0.3)
+    assert pool.waited_s >= 0.3
+    begin = time.monotonic()
+    with pytest.raises(PoolExhausted):
+        pool.allocate(MIB, DEADLINE_S)
+    assert time.monotonic() - begin < DEADLINE_S / 2
+    pool.release(first.number)
+    pool.allocate(MIB)
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(pool.allocate, MIB, DEADLINE_S)
+        wait_until(lambda: pool._space._waiters, "the next one waits again")
+        pool.release(max(pool._regions))
+        waiting.result(DEADLINE_S)
+
+
 def test_the_pool_grows_ahead_of_need(new_pool):
     pool = new_pool(8 * MIB)
     pool.allocate(2 * MIB)

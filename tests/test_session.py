@@ -1194,6 +1194,14 @@ def test_a_packer_without_an_engine_exits(tmp_path):
         assert not os.path.exists(packer.socket)
 
 
+def test_a_packer_that_was_long_in_starting_waits_for_its_engine_as_long_as_any(tmp_path):
+    """The clock starts when it can be connected to; here the first second goes into its pool."""
+    with running_packer(tmp_path / "run", pool_bytes="2GiB", pool_max_bytes="2GiB", exit_after_s=0.5) as packer:
+        begin = time.monotonic()
+        assert packer.wait() == 0
+        assert time.monotonic() - begin > 0.4
+
+
 def test_a_packer_stays_while_an_engine_is_there_and_exits_some_time_after_it_left(tmp_path):
     with running_packer(tmp_path / "run", exit_after_s=0.3) as packer:
         with session(packer) as (engine, worker):

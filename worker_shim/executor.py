@@ -156,7 +156,10 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         """The sockets of the packers, one a GPU, with what starts each again where that is ours to do, and their key."""
         if settings.mode == "sidecar":
             if not settings.sockets():
-                raise PackerUnavailable("mode is 'sidecar' and the setting socket names no packer's socket")
+                raise PackerUnavailable(
+                    "mode is 'sidecar' and the setting socket names no packer's socket (PACKER_SOCKET=/run/packer/gpu0.sock;"
+                    " of several GPUs, separated by commas)"
+                )
             return dict.fromkeys(settings.sockets()), settings.read_key()
         kind = current_omni_platform.device_type
         if kind not in ("cuda", "cpu") or (kind == "cuda" and not current_omni_platform.is_cuda()):

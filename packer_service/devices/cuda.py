@@ -242,7 +242,10 @@ class CudaDevice:
             call(driver.cuInit, 0)
             count = int(call(driver.cuDeviceGetCount))
         except (DeviceError, RuntimeError) as error:
-            raise DeviceError(f"no CUDA driver to talk to: {error}") from error
+            raise DeviceError(
+                f"there is no CUDA driver to talk to: install NVIDIA's, or try without a GPU with the setting device = host"
+                f" ({error})"
+            ) from error
         if index >= count:
             raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
         self._device = call(driver.cuDeviceGet, index)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from packer_service.config import Settings
 from packer_service.errors import PackerError
 from worker_shim.demo.engine import engine, nvidia_gpus, prepare
 from worker_shim.demo.figures import percentile
@@ -107,8 +108,8 @@ class EngineSide:
         self._timer = Arrivals(running.executor)
 
     @property
-    def uses_packer(self) -> bool:
-        return bool(self._running.executor.packer_pids)
+    def packer_pids(self) -> list[int]:
+        return self._running.executor.packer_pids
 
     def run(self, case: Case, requests: int, advance: Any) -> Handoffs:
         mismatches = 0
@@ -164,7 +165,7 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
     rows = []
     with Progress(console=console, transient=True) as progress, open_side(device) as side:
         task = progress.add_task("requests", total=len(cases) * (requests + 1))
-        uses_packer = side.uses_packer
+        packer_pids = side.packer_pids
         for case in cases:
             handoffs = side.run(case, requests, lambda: progress.advance(task))
             bare = BareCopy(case, device)
@@ -190,7 +191,9 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(0) if gpus else "host",
         "engine": "vllm-omni" if importlib.util.find_spec("vllm_omni") else "plain (vllm-omni is not installed)",
-        "packer": uses_packer,
+        "packer": bool(packer_pids),
+        "packer_pids": packer_pids,
+        "mode": Settings.load().mode,
         "outputs": sum(row["requests"] for row in rows),
         "own_path": sum(row["own_path"] for row in rows),
         "mismatches": sum(row["mismatches"] for row in rows),
@@ -199,7 +202,9 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"worker -> packer -> engine on {result['device']}, engine: {result['engine']}")
+    packers = ", ".join(map(str, result["packer_pids"]))
+    path = f"worker -> packer {packers} ({result['mode']}) -> engine" if packers else "worker -> engine, no packer"
+    table = Table(title=f"{path} on {result['device']}, engine: {result['engine']}")
     for column in ("output", "dtype"):
         table.add_column(column, no_wrap=True)
     for column in ("MiB", "p50 ms", "p99 ms", "copy ms", "ratio", "out/s", "wrong"):
@@ -219,7 +224,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         "p50, p99: from the worker's _return_result to the output in the engine's hands; copy: the same bytes to the host"
-        " and nothing else; out/s: all requests at once, forwards included."
+        " and nothing else; out/s: all requests at once, forwards included; wrong: outputs with a wrong byte, to be 0."
     )
     if result["own_path"]:
         console.print(

@@ -15,6 +15,7 @@ from worker_shim.receiver import Delivered, Receiver
 from worker_shim.supervisor import Supervisor
 
 _TIMEOUT_S = 120.0
+_ACK_POLL_S = 0.0005
 
 
 def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str, bytes, str, bytes]) -> None:
@@ -55,6 +56,9 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
         if staged is None:
             raise SystemExit(f"output {output_id} found no room: see arena_max_bytes")
         exporter.submit(staged)
+        while settled.empty():  # nobody is woken for its ack
+            exporter.take_acks()
+            time.sleep(_ACK_POLL_S)
         settled.get()
         if not problems.empty():
             raise SystemExit(problems.get())
@@ -63,8 +67,6 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
 
 class PlainSide:
     """The engine side, with its worker process and its managed packer; all three end with the ``with`` block."""
-
-    uses_packer = True
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._settings = Settings.load()
@@ -78,6 +80,10 @@ class PlainSide:
             self._supervisor.stop()
             raise
         return self
+
+    @property
+    def packer_pids(self) -> list[int]:
+        return [packer.process.pid for packer in self._supervisor.packers if packer.process is not None]
 
     def _connect(self) -> None:
         packer = self._supervisor.start("cuda:0" if self._on_gpu else "host")
