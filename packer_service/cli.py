@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -143,7 +142,7 @@ def demo(
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
     environ = {**os.environ, **{environment_name(name): value for name, value in given.items()}}
     command = [sys.executable, "-m", "worker_shim.demo", "--requests", str(requests), *(["--json"] if as_json else [])]
-    raise SystemExit(subprocess.run(command, env=environ, check=False).returncode)
+    os.execve(sys.executable, command, environ)  # so that signals reach the demo itself
 
 
 @app.command()

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -245,6 +246,9 @@ def main() -> None:
     console = Console(file=sys.stderr)
     if importlib.util.find_spec("vllm_omni") is None:
         console.print("vllm-omni is not installed: the packer serves a small worker and engine of this demo's own.")
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # ends engine and packer, as Ctrl-C does
     prepare()
     if not os.environ.get("VLLM_LOGGING_LEVEL"):
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
