@@ -81,6 +81,15 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     if managed:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    servers: list[Server] = []  # the one, once it is ready to be told
+
+    def stop_on_signal() -> None:
+        reason = signal.Signals(signal.sigwait(signals)).name
+        if not servers:  # it is still taking memory, which ends with the process
+            logging.getLogger(__name__).info("packer stops before it was ready: %s", reason)
+            os._exit(0)
+        servers[0].stop(reason)
+
     try:
         settings = Settings.load(given)
         logging.basicConfig(
@@ -90,13 +99,12 @@ def serve(
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogGuard())
         raise_descriptor_limit()
+        threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
         server = Server(settings, settings.read_key(), managed=managed)
+        servers.append(server)
     except (PackerError, OSError, MemoryError) as error:
         _report(ready_fd, error=str(error))
         raise SystemExit(f"packer-service serve: {error}") from error
-    threading.Thread(
-        target=lambda: server.stop(signal.Signals(signal.sigwait(signals)).name), name="signals", daemon=True
-    ).start()
     server.start()
     _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
     reason = server.wait()

@@ -232,12 +232,13 @@ class Server:
 
     def _serve(self, peer: socket.socket) -> None:
         try:
+            pid, uid = transport.peer_credentials(peer)
             try:
                 channel, hello = transport.accept(
                     peer, self._key, self._uids, functools.partial(self._admit, peer), self.settings.handshake_timeout_s
                 )
             except (PackerError, OSError) as error:
-                logger.warning("a peer was refused: %s", error)
+                logger.warning("a peer was refused: %s (pid %d, uid %d)", error, pid, uid)
                 with self._changed:
                     self.refused += 1
                 return

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from packer_process import (
     DEADLINE_S,
@@ -1192,6 +1193,22 @@ def test_a_packer_without_an_engine_exits(tmp_path):
         assert packer.wait() == 0
         assert "no engine for 0.2 s (setting exit_after_s)" in packer.log
         assert not os.path.exists(packer.socket)
+
+
+def test_sigterm_ends_a_packer_that_still_fills_its_pool(tmp_path):
+    (tmp_path / "key").touch(mode=0o600)
+    (tmp_path / "key").write_text("k" * 32)
+    settings = {"device": "host", "socket": tmp_path / "s", "key-file": tmp_path / "key", "pool-bytes": "4GiB"}
+    options = [f"--{name}={value}" for name, value in {**settings, "pool-max-bytes": "4GiB"}.items()]
+    command = [sys.executable, "-m", "packer_service", "serve", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        shared = psutil.Process(process.pid).memory_info
+        wait_until(lambda: shared().shared > 256 * MIB, "it has begun")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert "packer stops before it was ready: SIGTERM" in log
+    assert "packer ready" not in log
 
 
 def test_a_packer_that_was_long_in_starting_waits_for_its_engine_as_long_as_any(tmp_path):
