@@ -6,6 +6,7 @@ The server owns the socket, the device, the budget of host memory and one pool t
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import resource
@@ -74,6 +75,7 @@ class Server:
 
     def start(self) -> None:
         self._idle_since = time.monotonic()  # until now nobody could connect
+        gc.freeze()  # so that collecting what a session leaves takes no time
         self._accepter.start()
         self._watchdog.start()
         logger.info(
@@ -253,6 +255,7 @@ class Server:
             logger.exception("a session failed")
         finally:
             self._leave(peer)
+            gc.collect()  # an idle packer collects nothing, and a mapping in a reference cycle would stay
 
     def _admit(self, peer: socket.socket, hello: Hello, proof: bytes) -> Welcome:
         with self._changed:
