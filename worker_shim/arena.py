@@ -58,9 +58,8 @@ class Arena:
         self._step_bytes = step_bytes
         self._announce = announce
         self._reclaim = reclaim
-        self._lock = (
-            threading.RLock()
-        )  # taken by itself where every output passes: a Condition's own ``with`` is Python
+        # Taken by itself where every output passes: a Condition's own ``with`` is Python.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._chunks: dict[int, tuple[Chunk, Extents]] = {}
         self._next_chunk = 0

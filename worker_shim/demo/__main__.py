@@ -246,9 +246,8 @@ def main() -> None:
     console = Console(file=sys.stderr)
     if importlib.util.find_spec("vllm_omni") is None:
         console.print("vllm-omni is not installed: the packer serves a small worker and engine of this demo's own.")
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # ends engine and packer, as Ctrl-C does
+    # Ends engine and packer, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     prepare()
     if not os.environ.get("VLLM_LOGGING_LEVEL"):
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
