@@ -1,4 +1,4 @@
-"""Chaos: the real engine under load while everything around it is killed, stopped and resumed at random.
+"""Chaos: the real engine under load while everything around it is killed, stopped, resumed and starved at random.
 
     python -m tests.chaos --minutes 60 --seed 1 [--json FILE]
 
@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import random
+import resource
 import shlex
 import signal
 import subprocess
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -66,11 +68,16 @@ ACTIONS = {
     "packer stopped for long": 10,
     "worker stopped briefly": 6,
     "engine stopped briefly": 3,
+    "packer out of descriptors": 8,
+    "worker out of descriptors": 4,
+    "engine out of descriptors": 4,
     "worker SIGKILL": 1,
     "engine SIGKILL": 1,
 }
 MEAN_PAUSE_S = 0.8
 _ANSWERS = ("correct", "overwritten on the own path", "ended aborted", "errors")
+# What an error says of an output that took vllm-omni's own path, or failed, because a process could open nothing more.
+_OUT_OF_DESCRIPTORS = ("Too many open files", "descriptor")
 
 
 # -- the engine's process ----------------------------------------------------------------------------------------------
@@ -368,6 +375,7 @@ class _Era:
         self.number = number
         self.config = config
         self.killed = ""  # "worker" or "engine"
+        self.starved = False  # a process of it could open no more files for a while
         self.worker = 0
         self.counts: dict[str, int] = {}
         self.errors: list[str] = []
@@ -435,11 +443,30 @@ class _Era:
         self._reader.join(10)
         if self.killed != "engine" and (code or not self.ended):
             self.problems.append(f"the engine's process ended with {code}: see {self.log}")
-        if self.errors and not self.killed:
-            self.problems.append(f"{len(self.errors)} requests failed, such as: {self.errors[0]}")
+        unexplained = [error for error in self.errors if not (self.starved and _says_starved(error))]
+        if unexplained and not self.killed:
+            self.problems.append(f"{len(unexplained)} requests failed, such as: {unexplained[0]}")
         unclear = [error for error in self.errors if len(error) < 12]
         if unclear:
             self.problems.append(f"an error that says nothing: {unclear[0]}")
+
+
+def _says_starved(error: str) -> bool:
+    return any(words in error for words in _OUT_OF_DESCRIPTORS)
+
+
+@contextlib.contextmanager
+def _out_of_descriptors(pid: int) -> Iterator[None]:
+    """Whatever that process tries to open meanwhile finds no place in its table; what it has open stays."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    lowest_free = next(number for number in range(len(taken) + 1) if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -521,6 +548,7 @@ class _Parent:
         self._clean_up_after(era, managed)
         self._totals.update(era.counts)
         self._totals["errors of killed workers"] += len(era.errors) if era.killed == "worker" else 0
+        self._totals["errors for want of descriptors"] += sum(map(_says_starved, era.errors)) if era.starved else 0
         if era.killed == "engine":
             self._totals["lost with a killed engine"] += era.counts.get("requests", 0) - sum(
                 era.counts.get(name, 0) for name in _ANSWERS
@@ -542,6 +570,14 @@ class _Parent:
                 self._actions[action] += 1
                 time.sleep(self._rng.uniform(0.02, 0.6) if "briefly" in what else self._rng.uniform(1.2, 4.0))
                 _signal(pid, signal.SIGCONT)
+            return
+        if what == "out of descriptors":
+            with contextlib.suppress(OSError):  # it just ended
+                if pid is not None:
+                    with _out_of_descriptors(pid):
+                        self._actions[action] += 1
+                        era.starved = True
+                        time.sleep(self._rng.uniform(0.5, 3.0))
             return
         now = time.monotonic()
         family = [child.pid for child in _children(era.process.pid)]
