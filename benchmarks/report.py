@@ -71,7 +71,7 @@ _ABOUT = {
 }
 
 
-_NO_BENCHMARKS = ("chaos", "fuzz", "soak")  # their results say whether, not how fast
+_NO_BENCHMARKS = ("chaos", "dead_worker", "fuzz", "soak")  # their results say whether, not how fast
 
 
 class Target(NamedTuple):
