@@ -17,6 +17,7 @@ import typer
 
 from packer_service import __version__
 from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name
+from packer_service.descriptors import open_standard_descriptors, raise_descriptor_limit
 from packer_service.errors import PackerError
 from packer_service.log import LogGuard
 
@@ -73,7 +74,7 @@ def serve(
     ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
 ) -> None:
     """Run a packer on one device until it is told to stop."""
-    from packer_service.server import Server, raise_descriptor_limit
+    from packer_service.server import Server
 
     # Blocked in every thread and taken by one that waits for them: a handler would run inside whatever the main thread
     # is at, a lock of the server included, and its wake-up could be lost.
@@ -160,4 +161,5 @@ def version() -> None:
 
 
 def main() -> None:
+    open_standard_descriptors()
     app()

@@ -117,6 +117,18 @@ def test_the_packers_descriptors_are_not_inherited_by_a_child_and_none_is_anybod
             assert int(info.name) <= 2 or close_on_exec, os.readlink(directory.parent / "fd" / info.name)
 
 
+def test_a_packer_started_with_its_standard_descriptors_closed_opens_them_first(tmp_path, monkeypatch):
+    """Else the next memfd is its standard error, and whoever complains there writes into an output."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" <&- >&- 2>&-\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with running_packer(tmp_path / "run") as packer, session(packer) as (engine, worker):
+        fds = Path(f"/proc/{packer.process.pid}/fd")
+        assert [os.readlink(fds / str(number)) for number in range(3)] == ["/dev/null"] * 3
+        transfer(engine, worker)
+
+
 # -- the socket --------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ pytest.importorskip("vllm_omni")
 from engine_checks import warnings_logged
 from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
 
-from worker_shim import worker
+from worker_shim import executor, worker
 
 pytestmark = pytest.mark.engine
 
@@ -130,3 +131,32 @@ def test_the_export_thread_does_not_keep_an_output_that_it_sent(running):
     finally:
         running._async_output_queue.put(None)
         thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("process", ["engine", "worker"])
+def test_what_our_processes_open_is_never_their_standard_error(process, monkeypatch):
+    """A fork whose standard descriptors are closed stands for a process that was started so."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            for number in range(3):
+                os.close(number)
+
+            def open_something(*_: Any) -> None:
+                os.write(writer, bytes([os.memfd_create("mine"), os.get_inheritable(2)]))
+
+            if process == "worker":
+                monkeypatch.setattr(worker.diffusion_worker.WorkerProc, "worker_main", open_something)
+                worker.worker_main(handoff=None, refusals=None, late=None)
+            else:
+                made = object.__new__(executor.PackerDiffusionExecutor)
+                made.od_config = type("Config", (), {"additional_config": property(open_something)})()
+                made._init_executor()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        mine, inherited = pipe.read(2)
+    os.waitpid(child, 0)
+    assert mine > 2
+    assert inherited

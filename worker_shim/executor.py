@@ -25,6 +25,7 @@ from vllm_omni.diffusion.executor import multiproc_executor
 from vllm_omni.platforms import current_omni_platform
 
 from packer_service.config import Settings
+from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerError, PackerUnavailable
 from worker_shim import compat
 from worker_shim.handoff import Handoff
@@ -91,6 +92,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     _reply_ranks: frozenset[int] = frozenset()
 
     def _init_executor(self) -> None:
+        open_standard_descriptors()  # for the workers and packers it starts too, which inherit them
         self._shutdown_lock = threading.RLock()
         self._closing = threading.Event()
         self._supervisor: Supervisor | None = None

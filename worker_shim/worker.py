@@ -24,6 +24,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 from vllm_omni.platforms import current_omni_platform
 
+from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import DeviceError, PackerError, PackerUnavailable
 from packer_service.protocol import Fail
 from worker_shim.export import Exporter, Staged
@@ -363,6 +364,7 @@ def worker_main(*args: Any, handoff: Handoff, refusals: Connection, late: Connec
 
     vllm-omni's executor only learns that a worker ended; why it refused to start goes through ``refusals``.
     """
+    open_standard_descriptors()
     main = diffusion_worker.WorkerProc.worker_main
     diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff, "late": late})
     try:
