@@ -13,6 +13,10 @@ class SettingError(PackerError, ValueError):
     """A setting has a value that is not allowed; the message names the setting, the value and what is allowed."""
 
 
+class SocketTaken(SettingError):
+    """Another packer listens at the socket."""
+
+
 class ProtocolError(PackerError):
     """A peer sent bytes that are not a message, or a message that is not allowed where it came."""
 

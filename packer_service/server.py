@@ -1,6 +1,6 @@
 """The packer's life: listen, accept, hand each peer to a session on a thread of its own, stop.
 
-The server owns the socket, the device, the budget of host memory and one pool that is ready before its engine comes.
+The server owns the door, the device, the budget of host memory and one pool that is ready before its engine comes.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ import functools
 import gc
 import logging
 import os
-import resource
 import secrets
-import select
 import socket
-import stat
 import threading
 import time
-from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
+from packer_service.door import Door, check_path
 from packer_service.engine_session import EngineSession
-from packer_service.errors import DeviceError, HandshakeError, PackerError, SettingError
+from packer_service.errors import DeviceError, HandshakeError, PackerError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
 from packer_service.worker_session import WorkerSession
@@ -36,22 +32,18 @@ _END_S = 5.0
 _EXIT_HUNG = 70
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
-# Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
-# could hold them all.
-MAX_UNPROVEN = 64
-
 
 class Server:
     """One packer on one device: ``start`` makes it reachable, ``wait`` lasts until there is a reason to stop, ``close`` ends.
 
-    ``_changed`` guards the sessions; every connection has one thread; ``MAX_UNPROVEN`` bounds them beyond the sessions.
+    ``_changed`` guards the sessions; every connection has one thread, and the door bounds their number.
     """
 
     def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
         self.settings = settings
         self._uids = settings.uids()
-        self._path = Path(settings.socket)
-        _make_way(self._path)  # a packer too many refuses before it takes memory of the device and of the host
+        path = Path(settings.socket)
+        check_path(path)  # a packer too many refuses before it takes memory of the device and of the host
         self.device = open_device(settings.device)
         self.refused = 0  # peers; written under _changed
         self._managed = managed
@@ -59,9 +51,6 @@ class Server:
         self._changed = threading.Condition()
         self._engines: dict[str, EngineSession] = {}
         self._workers: set[WorkerSession] = set()
-        self._connections = 0  # threads that serve one
-        self._unproven: dict[socket.socket, int] = {}  # to the peer's pid, oldest first
-        self._proven: set[socket.socket] = set()
         self._unfinished = False  # a worker session still has copies under way; written as it ends
         self._stopping = ""
         self._leaving = threading.Event()
@@ -69,7 +58,7 @@ class Server:
         self._budget = Budget(settings.pool_max_bytes)
         self._spare: Pool | None = self._new_pool()
         self._spare.grow(settings.pool_bytes)
-        self._socket = _listen(self._path)
+        self._door = Door(path, settings.max_sessions, self._notify)
         self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -84,8 +73,12 @@ class Server:
             self.device.uuid,
             self.settings.pool_bytes >> 20,
             self.settings.pool_max_bytes >> 20,
-            self._path,
+            self.settings.socket,
         )
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
         """Have ``wait`` return. Safe on any thread, any number of times."""
@@ -98,7 +91,9 @@ class Server:
         limit = self.settings.exit_after_s
         with self._changed:
             while not self._stopping:
-                if self._engines or not limit:
+                if not self._engines and self._door.taken:
+                    self._stopping = f"another packer listens at {self.settings.socket}"
+                elif self._engines or not limit:
                     self._changed.wait()
                 elif (remaining := self._idle_since + limit - time.monotonic()) > 0:
                     self._changed.wait(remaining)
@@ -112,18 +107,13 @@ class Server:
         False where a session could not end, because a worker's forward still runs: then the process must exit at once,
         which gives everything back too.
         """
-        self._path.unlink(missing_ok=True)
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepter
-        self._socket.close()
         self._leaving.set()
         self.device.leave()
+        self.stop("closed")  # whoever is still in its handshake is not entered any more
+        all_left = self._door.close(_END_S)
         with self._changed:
-            self._stopping = self._stopping or "closed"  # whoever is still in its handshake is not entered any more
-            for peer in (*self._unproven, *self._proven):
-                _hang_up(peer)
-            self._changed.wait_for(lambda: not self._connections, timeout=_END_S)
-            left, spare, self._spare = self._connections or self._unfinished, self._spare, None
-        if left or not self.device.drain():
+            finished, spare, self._spare = all_left and not self._unfinished, self._spare, None
+        if not finished or not self.device.drain():
             logger.info("worker outputs are still on their way; their workers export them again")
             return False
         if spare is not None:
@@ -143,94 +133,25 @@ class Server:
             for worker in workers:
                 if stuck := worker.stuck(looks):
                     self._die(f"{stuck} does not end (setting hang_s = {self.settings.hang_s:g})")
-            self._keep_listening()
 
     def _die(self, reason: str) -> None:
         logger.critical("packer ends so that it is started again: %s", reason)
         logging.shutdown()
         os._exit(_EXIT_HUNG)
 
-    def _keep_listening(self) -> None:
-        """Whoever cleans up a run directory may remove the socket; nobody could reach the packer again."""
-        if self._path.exists() or self._stopping:
-            return
-        logger.error("the socket %s was removed; listening there again", self._path)
-        try:
-            listener = _listen(self._path)
-        except (PackerError, OSError) as error:
-            logger.error("cannot listen at %s: %s", self._path, error)
-            return
-        old, self._socket = self._socket, listener
-        old.shutdown(socket.SHUT_RDWR)  # the accepter takes the new one
-        old.close()
-
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
-        said = ""
-        while True:
-            listener = self._socket
-            try:
-                peer, _ = listener.accept()
-            except OSError as error:
-                if listener is not self._socket:
-                    continue
-                if self._stopping or listener.fileno() < 0:
-                    return
-                # Out of descriptors, most likely, and for a while. The peer waits in the backlog until there is one again.
-                if said != str(error):
-                    said = str(error)
-                    logger.error("cannot accept a connection: %s; see LimitNOFILE or ulimit -n", error)
-                time.sleep(0.1)
-                if _has_peer(listener):  # accept wants a descriptor before it looks whether anybody is there
-                    with self._changed:
-                        self._evict()
-                continue
-            said = ""
-            if not self._enter(peer):
-                peer.close()
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(peer,), name="session", daemon=True).start()
-            except RuntimeError as error:  # the process may start no more threads
-                logger.error("a connection was closed: %s; see the pids limit of this process's cgroup", error)
-                self._leave(peer)
-
-    def _enter(self, peer: socket.socket) -> bool:
-        """Make room for one more peer that has not proven itself; False where the packer stops meanwhile."""
-        pid, _ = transport.peer_credentials(peer)
-        bound = self.settings.max_sessions + MAX_UNPROVEN
-        with self._changed:
-            if len(self._unproven) >= MAX_UNPROVEN:
-                self._evict()
-            self._changed.wait_for(lambda: self._connections < bound or self._stopping)  # the evicted one's thread ends
-            if self._stopping:
-                return False
-            self._unproven[peer] = pid
-            self._connections += 1
-            return True
-
-    def _evict(self) -> None:
-        """Close the oldest unproven connection of the process that has most of them: a flood washes away its own.
-
-        ``_changed`` is held. Where pids are not told apart (0: another pid namespace), it is the oldest of all.
-        """
-        if self._unproven:
-            pid, held = Counter(self._unproven.values()).most_common(1)[0]
-            oldest = next(peer for peer, owner in self._unproven.items() if owner == pid)
-            del self._unproven[oldest]
-            _hang_up(oldest)
-            logger.warning(
-                "too many connections without a proof, %d of them of pid %d: its oldest is closed", held, pid
-            )
-
-    def _leave(self, peer: socket.socket) -> None:
-        peer.close()
-        with self._changed:
-            self._unproven.pop(peer, None)
-            self._proven.discard(peer)
-            self._connections -= 1
-            self._changed.notify_all()
+        try:
+            while (peer := self._door.accept()) is not None:
+                try:
+                    threading.Thread(target=self._serve, args=(peer,), name="session", daemon=True).start()
+                except RuntimeError as error:  # the process may start no more threads
+                    logger.error("a connection was closed: %s; see the pids limit of this process's cgroup", error)
+                    self._door.leave(peer)
+        except Exception as error:
+            logger.exception("nobody would be let in any more")
+            self._die(f"its accepter failed: {error!r}")
 
     def _serve(self, peer: socket.socket) -> None:
         try:
@@ -254,7 +175,7 @@ class Server:
         except Exception:
             logger.exception("a session failed")
         finally:
-            self._leave(peer)
+            self._door.leave(peer)
             gc.collect()  # an idle packer collects nothing, and a mapping in a reference cycle would stay
 
     def _admit(self, peer: socket.socket, hello: Hello, proof: bytes) -> Welcome:
@@ -277,14 +198,7 @@ class Server:
                 " for one process: share the pid namespace (docker run --pid, Kubernetes shareProcessNamespace), or start"
                 " one of them under an init process"
             )
-        with self._changed:
-            if len(self._proven) >= self.settings.max_sessions:
-                raise HandshakeError(
-                    f"max_sessions = {self.settings.max_sessions} are open: raise it, or end a session"
-                )
-            if self._unproven.pop(peer, None) is None:
-                raise HandshakeError("this connection was closed: too many came that had not proven themselves")
-            self._proven.add(peer)
+        self._door.admit(peer)
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())
 
     def _new_pool(self) -> Pool:
@@ -358,82 +272,3 @@ class Server:
                 self._unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
-
-
-def _hang_up(peer: socket.socket) -> None:
-    """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
-    with suppress(OSError):  # it is closed already
-        peer.shutdown(socket.SHUT_RDWR)
-
-
-def _has_peer(listener: socket.socket) -> bool:
-    """Whether a connection waits to be accepted."""
-    poll = select.poll()
-    try:
-        poll.register(listener, select.POLLIN)
-    except ValueError:  # closed meanwhile
-        return False
-    return bool(poll.poll(0))
-
-
-def raise_descriptor_limit() -> None:
-    """Have as many descriptors as the system lets this process have; the usual soft limit of 1024 is for select()."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _listen(path: Path) -> socket.socket:
-    """Listen at ``path``, see ``_make_way``."""
-    _make_way(path)
-    sock = _new_socket()
-    try:
-        mask = os.umask(0o117)  # group may connect; the directory and the uids say who
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(mask)
-        sock.listen(64)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-
-
-def _make_way(path: Path) -> None:
-    """Have a directory for ``path`` that is ours alone (or a group's). A stale socket is removed, for a live one we refuse."""
-    directory = path.parent
-    if path == Path():
-        raise SettingError("socket is not set: it names the path at which engine and workers reach this packer")
-    if "," in str(path):
-        raise SettingError(f"socket is {str(path)!r}; a packer listens at one path: start one packer for each GPU")
-    if len(os.fsencode(path)) > 107:
-        raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most 107 bytes")
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise SettingError(f"the directory of socket {str(path)!r} cannot be made: {error.strerror}") from error
-    if status.st_mode & stat.S_IWOTH or status.st_uid not in (os.geteuid(), 0):
-        raise SettingError(
-            f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody:"
-            " give the socket a directory of its own, such as /run/packer"
-        )
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
-        with _new_socket() as probe:
-            probe.settimeout(5.0)  # one that is stopped and whose queue is full would never answer
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                logger.info("a stale socket is replaced: %s", path)
-            except OSError as error:
-                raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
-            else:
-                raise SettingError(f"another packer listens at {str(path)!r}: give each its own socket")
-        with suppress(FileNotFoundError):
-            path.unlink()

@@ -975,11 +975,11 @@ def test_a_worker_of_the_same_pid_in_another_namespace_is_told_why_cuda_would_re
         patch.setattr(server.device, "kind", "cuda")
         patch.setitem(server._engines, "session-1", object())
         peer = object()
-        patch.setitem(server._unproven, peer, hello.pid)
+        patch.setitem(server._door._unproven, peer, hello.pid)
         with pytest.raises(HandshakeError, match="share the pid namespace"):
             server._admit(peer, hello, bytes(32))
         server._admit(peer, msgspec.structs.replace(hello, pid=os.getpid() + 1), bytes(32))
-        server._proven.clear()
+        server._door._proven.clear()
 
 
 # -- bad engines -------------------------------------------------------------------------------------------------------

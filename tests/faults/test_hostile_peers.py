@@ -36,6 +36,7 @@ from packer_process import (
 from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.host import HostDevice
+from packer_service.door import MAX_UNPROVEN
 from packer_service.engine_session import EngineSession
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory import SharedMemory, create_memfd
@@ -52,7 +53,6 @@ from packer_service.protocol import (
     Refused,
     Skeleton,
 )
-from packer_service.server import MAX_UNPROVEN
 from packer_service.transport import Channel
 from packer_service.worker_session import MAX_ARENAS, MAX_HOST_MEMFDS, WorkerSession
 
