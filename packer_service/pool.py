@@ -162,7 +162,8 @@ class Pool:
         self._complained_at = -_COMPLAINT_S
         self._next_region = 1
         self._next_segment = 0
-        self._largest_request = 0
+        self._largest_request = 0  # of the last idle_s, so that a size which came once is not kept ready for ever
+        self._largest_at = 0.0
         self._wanted = 0  # bytes the grower should add next
         self._growing = False
         self._blocked_until = 0.0
@@ -171,9 +172,9 @@ class Pool:
         self._last_use = time.monotonic()
         self._refusing = False  # no more grants
         self._closed = False
-        budget.enter(self)
-        self._grower = threading.Thread(target=self._grow_and_trim, name="pool-grower", daemon=True)
+        self._grower = threading.Thread(target=self._run_grower, name="pool-grower", daemon=True)
         self._grower.start()
+        budget.enter(self)
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,8 @@ class Pool:
         begin = time.monotonic()
         with self._lock:
             self._last_use = begin
-            self._largest_request = max(self._largest_request, nbytes)
+            if nbytes >= self._largest_request or begin >= self._largest_at + self._idle_s:
+                self._largest_request, self._largest_at = nbytes, begin
             waited = False
             try:
                 while True:
@@ -337,6 +339,16 @@ class Pool:
             self._in_vain = False
             self._space.notify_all()
         logger.info("pool grew by %d MiB to %d MiB%s", nbytes >> 20, self.nbytes >> 20, self._of_owner())
+
+    def _run_grower(self) -> None:
+        try:
+            self._grow_and_trim()
+        except Exception as error:  # the device broke, most likely: then the packer ends soon
+            logger.exception("the pool does not grow any more%s", self._of_owner())
+            with self._lock:
+                self._wanted, self._growing = 0, False
+                self._growth_error, self._blocked_until = f"unable to grow ({error!r})", math.inf
+                self._space.notify_all()
 
     def _grow_and_trim(self) -> None:
         self._device.bind_thread()

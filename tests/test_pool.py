@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,17 +23,24 @@ MIB = 1 << 20
 
 
 class RecordingDevice(HostDevice):
-    """Remembers what is registered; ``refuses`` makes a driver that registers nothing any more."""
+    """Remembers what is registered; ``refuses`` makes a driver that registers nothing any more, ``broken`` one that does nothing."""
 
     def __init__(self) -> None:
+        self.broken = False  # its threads ask
         super().__init__()
         self.registered: dict[int, int] = {}
+        self.registrations = 0
         self.refuses = False
+
+    def bind_thread(self) -> None:
+        if self.broken:
+            raise DeviceError("cuCtxSetCurrent answered CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
     def register(self, address: int, nbytes: int) -> None:
         if self.refuses:
             raise DeviceError("cuMemHostRegister answered CUDA_ERROR_OUT_OF_MEMORY (2)")
         self.registered[address] = nbytes
+        self.registrations += 1
 
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         assert self.registered.pop(address) == nbytes
@@ -251,6 +259,44 @@ def test_a_segment_in_use_never_leaves_an_idle_pool(new_pool):
     assert {one.segment.number, other.segment.number} <= {segment.number for segment in pool.segments}
     pool.release(one.number)
     pool.release(other.number)
+
+
+def test_an_idle_pool_pins_the_room_of_one_large_output_once(new_pool, device):
+    pool = new_pool(16 * MIB, idle_s=0.05)
+    pool.release(pool.allocate(8 * MIB, DEADLINE_S).number)
+    wait_until(lambda: not pool._growing and pool.nbytes == 2 * MIB, "the surplus goes back")
+    before = device.registrations
+    for _ in range(3):
+        pool.release(pool.allocate(MIB).number)
+        wait_until(lambda: not pool._wanted and not pool._growing and pool.nbytes == 2 * MIB, "the pool is idle again")
+    assert device.registrations == before, "a small output made it grow for the large one"
+    pool.release(pool.allocate(8 * MIB, DEADLINE_S).number)  # when it comes again there is room again
+
+
+def test_room_for_a_size_that_did_not_come_for_a_while_is_not_kept_ready_although_the_pool_is_in_use(
+    new_pool, device, monkeypatch
+):
+    pool = new_pool(32 * MIB)
+    large = pool.allocate(8 * MIB, DEADLINE_S)
+    wait_until(lambda: pool.nbytes == 18 * MIB and not pool._growing, "room for another")
+    before = device.registrations
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
+    monkeypatch.setattr("packer_service.pool.time", clock)
+    assert {pool.allocate(2 * MIB).segment.number for _ in range(2)} == {0, large.segment.number + 1}
+    wait_until(lambda: not pool._wanted and not pool._growing, "it does not grow")
+    assert device.registrations == before
+
+
+def test_a_grower_that_died_is_not_waited_for_and_said_of(new_pool, device, caplog):
+    device.broken = True
+    pool = new_pool(16 * MIB)
+    wait_until(lambda: not pool._grower.is_alive(), "the grower fails")
+    begin = time.monotonic()
+    with pytest.raises(PoolExhausted, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        pool.allocate(4 * MIB, DEADLINE_S)
+    assert time.monotonic() - begin < DEADLINE_S / 2
+    assert "does not grow any more" in caplog.text
+    assert pool.allocate(MIB).offset == 0, "what the pool already has serves on"
 
 
 def test_closing_gives_everything_back_and_wakes_who_waits(new_pool, device):
