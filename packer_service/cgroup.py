@@ -1,4 +1,11 @@
-"""What the memory cgroups of this process allow: version 2, version 1, or both at once, as /proc/self/cgroup names them."""
+"""What the memory cgroups of this process allow: version 2, version 1, or both at once, as /proc/self/cgroup names them.
+
+Note [What counts as used]
+A cgroup's usage holds the pages of every file that one of its processes read, such as a model's weights. The kernel drops
+clean ones before it kills anybody, also those that it calls active because they were read twice; so they count as free. What
+is dirty or being written back has to reach the disk first, and counts as used. So do shared memory and tmpfs, which are not
+on the lists of file pages, and the slab: not all of that comes back.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 
 
 class _Files(NamedTuple):
-    """Names of a cgroup's files, and the line of memory.stat that is file cache which the kernel can take back."""
+    """Names of a cgroup's files, and the lines of memory.stat (of it and those below it) that count pages of files."""
 
     limit: str
     usage: str
-    cache: str
+    pages: tuple[str, ...]
+    unclean: tuple[str, ...]  # of those
 
 
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"), ("file_dirty", "file_writeback"))
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+    ("total_dirty", "total_writeback"),
+)
 
 
 class _Group(NamedTuple):
@@ -41,12 +55,9 @@ def memory_left() -> int | None:
 
 def _limited() -> Iterator[_Group]:
     """The cgroups that this process is in, and those above them, which have a limit."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
+    for line in _read(_OWN).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if number == "0":
             folder, files = Path(f"{_ROOT}{path}"), _V2
         elif "memory" in controllers.split(","):
@@ -54,19 +65,29 @@ def _limited() -> Iterator[_Group]:
         else:
             continue
         for each in (folder, *folder.parents):
-            try:
-                text = (each / files.limit).read_text().strip()
-            except OSError:  # no cgroup, or another mount of them than ours
-                continue
+            text = _read(each / files.limit).strip()  # nothing: no cgroup, or another mount of them than ours
             if text.isdecimal():
                 yield _Group(each, files, int(text))
 
 
 def _used(group: _Group) -> int:
-    try:
-        usage = int((group.folder / group.files.usage).read_text())
-        stat = (group.folder / "memory.stat").read_text()
-    except (OSError, ValueError):
+    """See Note [What counts as used]."""
+    files = group.files
+    usage = _read(group.folder / files.usage).strip()
+    if not usage.isdecimal():
         return 0
-    cache = [int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{group.files.cache} ")]
-    return usage - sum(cache)
+    counts = dict.fromkeys((*files.pages, *files.unclean), 0)
+    for line in _read(group.folder / "memory.stat").splitlines():
+        name, _, count = line.partition(" ")
+        if name in counts and count.isdecimal():
+            counts[name] = int(count)
+    clean = sum(counts[name] for name in files.pages) - sum(counts[name] for name in files.unclean)
+    return int(usage) - max(clean, 0)
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's, whatever bytes its names have; empty where there is none."""
+    try:
+        return path.read_text(errors="surrogateescape")
+    except OSError:
+        return ""

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class RecordingDevice(HostDevice):
-    """Remembers what is registered; ``refuses`` makes a driver that registers nothing any more, ``broken`` one that does nothing."""
+    """Remembers what is registered; ``refuses``: the driver registers nothing more; ``broken``: no thread may use it."""
 
     def __init__(self) -> None:
         self.broken = False  # its threads ask
