@@ -16,16 +16,17 @@ def pin_near(pci_bus_id: str, sys: Path = _SYS) -> set[int]:
 
     Call it before threads are started and memory is touched: both inherit it.
     """
-    nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
     try:
+        nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
         node = int((sys / "bus/pci/devices" / pci_bus_id.lower() / "numa_node").read_text())
         cores = parse_cores((sys / f"devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError):
+        cores &= os.sched_getaffinity(0)
+        if len(nodes) < 2 or not cores:
+            return set()
+        os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:  # no such file in a container, or a seccomp profile: it is only slower
+        logger.info("not bound to the NUMA node of GPU %s: %s", pci_bus_id, error)
         return set()
-    cores &= os.sched_getaffinity(0)
-    if len(nodes) < 2 or not cores:
-        return set()
-    os.sched_setaffinity(0, cores)
     logger.info("bound to NUMA node %d (%d cores), where GPU %s is", node, len(cores), pci_bus_id)
     return cores
 

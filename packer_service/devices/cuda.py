@@ -81,8 +81,13 @@ def handle_from(kind: Any, data: bytes) -> Any:
 
 
 def device_uuid(device: Any) -> str:
-    """The GPU's UUID as nvidia-smi prints it; the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
-    uuid = call(driver.cuDeviceGetUuid, device)  # owns the bytes that getPtr points to
+    """The UUID of a GPU, or of a MIG slice of one; the same in every process, whatever CUDA_VISIBLE_DEVICES says.
+
+    As nvidia-smi prints it, but that a slice has the prefix of a GPU too: the driver does not say which it is.
+    """
+    # Of a slice, cuDeviceGetUuid answers the GPU's own in cuda-bindings 12. In 13 it is what 12 calls _v2.
+    get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+    uuid = call(get, device)  # owns the bytes that getPtr points to
     digits = ctypes.string_at(uuid.getPtr(), 16).hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
