@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
+
+logger = logging.getLogger(__name__)
 
 
 def open_standard_descriptors() -> None:
@@ -19,5 +22,8 @@ def open_standard_descriptors() -> None:
 
 def raise_descriptor_limit() -> None:
     """Have as many descriptors as the system lets this process have; the usual soft limit of 1024 is for select()."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # fs.nr_open was lowered below it, or a sandbox refuses
+        logger.warning("the limit of open files stays at %d: %s; see LimitNOFILE or ulimit -n", soft, error)

@@ -34,12 +34,6 @@ _COMPLAINT_S = 10.0
 _LEFT_TO_OTHERS = 64 << 20  # of a cgroup's memory: beyond its limit the kernel kills a process of it, and any of them
 
 
-def _left_of_cgroup() -> float:
-    """Bytes that pools may take of what the memory cgroups of this process allow."""
-    left = memory_left()
-    return math.inf if left is None else left - _LEFT_TO_OTHERS
-
-
 class Budget:
     """Bytes that all pools of a packer may take together, and those pools, so that each can name who holds what."""
 
@@ -47,6 +41,7 @@ class Budget:
         self.max_bytes = max_bytes
         self._taken = 0
         self._returning = 0  # of those that are taken: of segments that are being closed
+        self._coming = 0  # of those that are taken: of segments whose pages the kernel is giving
         self._pools: list[Pool] = []
         self._lock = threading.Lock()
 
@@ -68,11 +63,19 @@ class Budget:
             if self._taken + nbytes > self.max_bytes:
                 return False
             self._taken += nbytes
+            self._coming += nbytes
             return True
 
+    def populated(self, nbytes: int) -> None:
+        """Of ``nbytes`` that were taken the kernel counts every page now."""
+        with self._lock:
+            self._coming -= nbytes
+
     def give_back(self, nbytes: int) -> None:
+        """``nbytes`` that were taken come to nothing."""
         with self._lock:
             self._taken -= nbytes
+            self._coming -= nbytes
 
     def close_segment(self, segment: Segment) -> None:
         """Its bytes are free once it is closed: that waits for the forwards that streams wait for."""
@@ -89,6 +92,13 @@ class Budget:
     def left(self) -> int:
         with self._lock:
             return self.max_bytes - self._taken
+
+    @property
+    def left_of_cgroup(self) -> float:
+        """Bytes that the memory cgroups of this process allow beside all that is taken, less what is left to others."""
+        left = memory_left()
+        with self._lock:
+            return math.inf if left is None else left - _LEFT_TO_OTHERS - self._coming
 
     def describe(self) -> str:
         """The limit, and how much of it is on its way back."""
@@ -319,21 +329,22 @@ class Pool:
     def grow(self, nbytes: int) -> None:
         """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
         nbytes = align(nbytes)
-        if nbytes > (left := _left_of_cgroup()):
-            raise MemoryError(
-                f"{nbytes} more bytes for the pool would leave less than {_LEFT_TO_OTHERS} of the cgroup's memory limit, of"
-                f" which {left + _LEFT_TO_OTHERS:.0f} are free: lower pool_bytes and pool_max_bytes, or raise that limit"
-                " (systemd MemoryMax, container memory limit)"
-            )
         if not self._budget.take(nbytes):
             raise PoolExhausted(f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}")
         try:
+            if (left := self._budget.left_of_cgroup) < 0:
+                raise MemoryError(
+                    f"{nbytes} more bytes for the pool would leave less than {_LEFT_TO_OTHERS} of the cgroup's memory limit,"
+                    f" of which {left + nbytes + _LEFT_TO_OTHERS:.0f} are free: lower pool_bytes and pool_max_bytes, or raise"
+                    " that limit (systemd MemoryMax, container memory limit)"
+                )
             with self._lock:
                 number, self._next_segment = self._next_segment, self._next_segment + 1
             segment = Segment(self._device, number, nbytes)
         except BaseException:
             self._budget.give_back(nbytes)
             raise
+        self._budget.populated(nbytes)
         with self._lock:
             self._segments.append(segment)
             self._in_vain = False
@@ -367,7 +378,7 @@ class Pool:
     def _grow_by_demand(self, wanted: int) -> None:
         error = ""
         try:
-            room = min(self._step_bytes, self._budget.left, _left_of_cgroup())
+            room = min(self._step_bytes, self._budget.left, self._budget.left_of_cgroup)
             self.grow(max(wanted, int(room) & -ALIGNMENT))
         except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
             error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"

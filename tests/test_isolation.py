@@ -16,6 +16,7 @@ import torch
 from packer_process import MIB, Packer, running_packer, session, transfer
 
 from packer_service.config import Settings
+from packer_service.descriptors import raise_descriptor_limit
 from packer_service.memory import SharedMemory
 from worker_shim.supervisor import Supervisor
 
@@ -127,6 +128,16 @@ def test_a_packer_started_with_its_standard_descriptors_closed_opens_them_first(
         fds = Path(f"/proc/{packer.process.pid}/fd")
         assert [os.readlink(fds / str(number)) for number in range(3)] == ["/dev/null"] * 3
         transfer(engine, worker)
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_stops_no_start(monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("resource.setrlimit", refuse)
+        raise_descriptor_limit()
+    assert "LimitNOFILE or ulimit -n" in caplog.text
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------

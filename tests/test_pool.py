@@ -17,6 +17,7 @@ from packer_process import DEADLINE_S, wait_until
 from packer_service.devices.base import nothing
 from packer_service.devices.host import HostDevice
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
+from packer_service.memory import SharedMemory
 from packer_service.pool import Budget, Pool
 
 MIB = 1 << 20
@@ -203,6 +204,31 @@ def test_growth_that_the_driver_refuses_leaves_nothing_half_made_and_names_the_r
     assert (pool.nbytes, open_fds(), len(device.registered)) == (2 * MIB, before, 1)
     pool.release(region.number)
     assert pool.allocate(2 * MIB).offset == 0, "what the pool already has serves on"
+
+
+def test_pools_that_grow_at_once_do_not_both_take_what_the_cgroup_leaves(new_pool, monkeypatch):
+    budget = Budget(64 * MIB)
+    one, other = (new_pool(budget=budget, ready=0) for _ in range(2))
+    monkeypatch.setattr("packer_service.pool.memory_left", lambda: (64 + 12) * MIB)
+    populating, go_on, populate = threading.Event(), threading.Event(), SharedMemory.populate
+
+    def slowly(memory: SharedMemory, threads: int) -> None:
+        populating.set()
+        assert go_on.wait(DEADLINE_S)
+        populate(memory, threads)
+
+    with ThreadPoolExecutor(1) as executor, monkeypatch.context() as patch:
+        patch.setattr(SharedMemory, "populate", slowly)
+        growing = executor.submit(one.grow, 8 * MIB)
+        try:
+            assert populating.wait(DEADLINE_S)
+            with pytest.raises(MemoryError, match=r"of which 71303168 are free.*memory limit"):
+                other.grow(8 * MIB)
+        finally:
+            go_on.set()
+        growing.result(DEADLINE_S)
+    other.grow(8 * MIB)
+    assert budget.left == 48 * MIB
 
 
 def test_the_budget_of_a_failed_growth_comes_back(new_pool, device):
