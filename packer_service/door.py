@@ -29,6 +29,7 @@ from packer_service.errors import HandshakeError, PackerError, SettingError, Soc
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks at the path
+_PAUSE_S = 30.0  # between two tries to have it back, at most
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.002
 _RETRY_S = 0.1
@@ -105,6 +106,7 @@ class Door:
         self._connections = 0  # that have not left: some that were closed too
         self._closed = False
         self._complaint = ""  # the last, so that each is said once
+        self._pause_s = self._try_at = 0.0  # see _keep_listening
         self._listener = Listener(path)
 
     def accept(self) -> socket.socket | None:
@@ -188,22 +190,26 @@ class Door:
     def _keep_listening(self) -> None:
         """Whoever cleans up a run directory may remove the socket; nobody could reach the packer again."""
         if self._listener.has_path:
-            self._complaint = ""
+            self._complaint, self._pause_s = "", 0.0
             self._set_taken(False)
+            return
+        if self._closed or time.monotonic() < self._try_at:
             return
         try:
             listener = Listener(self._path)
-        except SocketTaken as error:
-            self._complain(f"{error}; this one serves the engines that it has, then it ends")
-            self._set_taken(True)
         except PackerError as error:
-            self._complain(f"the socket {self._path} was removed, and nobody can reach this packer: {error}")
+            taken = isinstance(error, SocketTaken)
+            what = "it serves the engines that it has, then it ends" if taken else "somebody removed its socket"
+            self._complain(f"nobody new can reach this packer: {error}; {what}")
+            self._set_taken(taken)
+            self._pause_s = min(2 * self._pause_s or _LOOK_S, _PAUSE_S)  # each try is a connection to the other packer
+            self._try_at = time.monotonic() + self._pause_s
         else:
+            logger.error("the socket %s was removed; listening there again", self._path)
             with self._changed:
                 if not self._closed:
                     listener, self._listener = self._listener, listener
             listener.close()  # the old one; the new one, where the door was closed meanwhile
-            logger.error("the socket %s was removed; listening there again", self._path)
 
     def _set_taken(self, taken: bool) -> None:
         if taken != self.taken:
