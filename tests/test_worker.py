@@ -14,8 +14,11 @@ from packer_process import DEADLINE_S, wait_until
 
 pytest.importorskip("vllm_omni")
 from engine_checks import warnings_logged
-from vllm_omni.diffusion.data import AsyncOutputKind, DiffusionOutput
+from vllm_omni.diffusion import ipc
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
+from vllm_omni.diffusion.worker import diffusion_worker
 
+from packer_service.errors import DeviceError
 from worker_shim import executor, worker
 
 pytestmark = pytest.mark.engine
@@ -56,7 +59,9 @@ class Worker(worker.PackerWorkerProc):
 def running(monkeypatch):
     monkeypatch.setattr(worker, "current_omni_platform", type("Platform", (), {"record_device_event": lambda: None}))
     monkeypatch.setattr(worker, "pack_diffusion_output_shm", lambda output, d2h_stream: output)
-    return Worker()
+    running = Worker()
+    running._side_stream = None
+    return running
 
 
 def test_an_output_whose_compute_done_cannot_be_sent_is_not_handed_over(running):
@@ -74,6 +79,85 @@ def test_the_export_thread_survives_an_error_it_cannot_report(running):
     running.run_export_thread()
     assert running._async_output_pending == 0
     assert [message.kind for message in running.sent] == [AsyncOutputKind.COMPUTE_DONE] * 2
+
+
+def loop_of_another_version(self: Any) -> None:
+    """vllm-omni's own loop as it may become: jobs of four, each with the kind of its message."""
+    while (job := self._async_output_queue.get()) is not None:
+        output, output_id, _, kind = job
+        try:
+            self._enqueue_result(AsyncDiffusionOutput(kind=kind, async_output_id=output_id, output=output))
+        finally:
+            with self._async_output_done:
+                self._async_output_pending = max(0, self._async_output_pending - 1)
+                self._async_output_done.notify_all()
+
+
+def queue_foreign(running: Worker, output_id: str, kind: AsyncOutputKind = AsyncOutputKind.RPC_RESULT) -> None:
+    running._async_output_pending += 1
+    running._async_output_queue.put((DiffusionOutput(output=1), output_id, None, kind))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["sent", "cannot be sent"])
+def test_a_job_of_another_version_of_vllm_omni_takes_that_versions_own_way(running, monkeypatch, broken):
+    monkeypatch.setattr(diffusion_worker.WorkerProc, "_async_output_loop", loop_of_another_version)
+    running.broken = (AsyncOutputKind.RPC_RESULT,) if broken else ()
+    queue_foreign(running, "foreign")
+    running._return_result(DiffusionOutput(output=2), "rpc")
+    running.run_export_thread()
+    assert running._async_output_pending == 0
+    kind = AsyncOutputKind.OUTPUT_READY if broken else AsyncOutputKind.RPC_RESULT
+    foreign = next(message for message in running.sent if message.async_output_id == "foreign")
+    assert (foreign.kind, bool(foreign.error)) == (kind, broken)
+    assert running.sent[-1].output.output == 2
+
+
+def test_a_job_that_vllm_omni_cannot_take_either_fails_its_request_and_holds_up_no_drain(running):
+    """Here there is no accelerator, without which its loop does not begin."""
+    queue_foreign(running, "foreign")
+    running._async_output_queue.put(object())
+    running._return_result(DiffusionOutput(output=2), "rpc")
+    running.run_export_thread()
+    assert running._async_output_pending == 0
+    (failed,) = [message for message in running.sent if message.async_output_id == "foreign"]
+    assert "could not be handed over" in failed.error
+    assert running.sent[-1].output.output == 2
+
+
+def test_an_output_that_contains_itself_takes_the_own_path_as_it_is(running, monkeypatch):
+    parts: list[Any] = [1]
+    parts.append(parts)
+    monkeypatch.setattr(worker, "pack_diffusion_output_shm", ipc.pack_diffusion_output_shm)
+    running._return_result(DiffusionOutput(output=parts), "rpc")
+    running.run_export_thread()
+    assert running.sent[-1].output.output is parts
+
+
+class BreakingExporter:
+    """Of a device that does not work."""
+
+    @property
+    def device(self) -> Any:
+        raise DeviceError("no context")
+
+
+def test_nothing_ends_the_export_thread_but_its_shutdown(running, monkeypatch):
+    running.gpu_id = 0
+    running.exporter = BreakingExporter()
+    pack = worker.pack_diffusion_output_shm
+
+    def exit_at_first(output: Any, d2h_stream: Any) -> Any:
+        monkeypatch.setattr(worker, "pack_diffusion_output_shm", pack)
+        raise SystemExit("no licence")
+
+    monkeypatch.setattr(worker, "pack_diffusion_output_shm", exit_at_first)
+    for number in range(2):
+        running._return_result(DiffusionOutput(output=number), f"rpc-{number}")
+    running.run_export_thread()
+    assert running._async_output_pending == 0
+    first, second = [message for message in running.sent if message.kind is AsyncOutputKind.OUTPUT_READY]
+    assert "SystemExit: no licence" in first.error
+    assert second.output.output == 1
 
 
 class LazyExporter:
@@ -115,7 +199,6 @@ def test_a_drain_in_vain_ends_in_time_and_says_how_long_it_took(running, limit_s
 
 
 def test_the_export_thread_does_not_keep_an_output_that_it_sent(running):
-    running._side_stream = None
     output = DiffusionOutput(output=1)
     reference = weakref.ref(output)
     running._return_result(output, "rpc")

@@ -66,6 +66,24 @@ class _Unsent(NamedTuple):
         return self.job.output_id
 
 
+class _Foreign:
+    """A job that vllm-omni itself queued, as other versions do: a tuple, of which only their own loop knows what it is."""
+
+    def __init__(self, job: Any) -> None:
+        self.jobs: queue.Queue[Any] = queue.Queue()  # for that loop, which ends at None
+        self.jobs.put(job)
+        self.jobs.put(None)
+        parts = job if isinstance(job, tuple) else ()
+        self.output_id = next((part for part in parts if isinstance(part, str)), f"of an unknown {type(job).__name__}")
+
+    @property
+    def taken(self) -> bool:
+        return self.jobs.qsize() < 2
+
+
+_Job = Staged | _OwnPath | _HandedBack | _Unsent | _Foreign
+
+
 class PackerWorkerProc(diffusion_worker.WorkerProc):
     """Overrides what happens to an output after the forward, and nothing else.
 
@@ -77,6 +95,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
     late: Connection
     exporter: Exporter | None = None
     _async_output_queue: Any
+    _async_output_pending: int
     _async_output_thread: threading.Thread | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -213,22 +232,30 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
     # -- export thread -------------------------------------------------------------------------------------------------
 
     def _async_output_loop(self) -> None:
-        """Started by vllm-omni as its packing thread; ends at the None its shutdown sends."""
-        if self.exporter is not None:
-            self.exporter.device.bind_thread()
+        """Started by vllm-omni as its packing thread; ends at the None its shutdown sends, and at nothing else."""
+        try:
+            if self.exporter is not None:
+                self.exporter.device.bind_thread()
+        except Exception:
+            logger.exception("the device of worker %d does not work: its outputs will fail one by one", self.gpu_id)
         while (job := self._async_output_queue.get()) is not None:
+            if not isinstance(job, (Staged, _OwnPath, _HandedBack, _Unsent)):
+                job = _Foreign(job)
             try:
                 self._hand_over(job)
-            except Exception as error:
+            except BaseException as error:  # SystemExit, too: somebody's pickling may raise it
                 logger.exception("output %s failed after its forward", job.output_id)
                 if not isinstance(job, _Unsent):
                     self._report(job.output_id, error)
-                if not isinstance(job, Staged):  # that one is settled by the packer's ack of its withdrawal
+                # The first is settled by the packer's ack of its withdrawal, the second by the loop that took it.
+                if not (isinstance(job, Staged) or (isinstance(job, _Foreign) and job.taken)):
                     self._settled(job.output_id)
             del job  # else its output would stay until the next one comes
 
-    def _hand_over(self, job: Staged | _OwnPath | _HandedBack | _Unsent) -> None:
+    def _hand_over(self, job: _Job) -> None:
         match job:
+            case _Foreign():
+                self._leave_to_vllm_omni(job)
             case Staged():
                 assert self.exporter is not None
                 self.exporter.submit(job, fail_unpicklable)
@@ -243,7 +270,15 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             case _Unsent():
                 self._settled(job.output_id)
 
-    def _report(self, output_id: str, error: Exception) -> None:
+    def _leave_to_vllm_omni(self, job: _Foreign) -> None:
+        """Run vllm-omni's own loop over this one job; it sends the message and settles it."""
+        # This worker in all but its queue: it shares whatever else the loop reads and writes.
+        kind = type(type(self).__name__, (type(self),), {"_async_output_queue": property(lambda _: job.jobs)})
+        alone: PackerWorkerProc = object.__new__(kind)
+        alone.__dict__ = self.__dict__
+        super(PackerWorkerProc, alone)._async_output_loop()
+
+    def _report(self, output_id: str, error: BaseException) -> None:
         """Tell the engine that an output failed; where even that fails, this thread goes on for the other outputs' sake."""
         try:
             self._send_error(output_id, _not_handed_over(error))
@@ -271,7 +306,10 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         stream = self._side_stream
         if stream is not None and job.event is not None:
             stream.wait_event(job.event)
-        output = pack_diffusion_output_shm(job.output, d2h_stream=stream)
+        try:
+            output = pack_diffusion_output_shm(job.output, d2h_stream=stream)
+        except RecursionError:
+            output = job.output  # it contains itself, and vllm-omni's own step mode sends such an output as it is
         if stream is not None:
             stream.synchronize()
         message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
@@ -305,7 +343,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
     def _settled(self, output_id: str) -> None:
         """Nothing of this output is in flight any more: ``drain_async_outputs`` waits for this."""
         with self._async_output_done:
-            self._async_output_pending -= 1
+            self._async_output_pending = max(self._async_output_pending - 1, 0)  # a foreign job may not be counted
             self._async_output_done.notify_all()
 
     def drain_async_outputs(self, timeout: float | None = None) -> bool:
@@ -355,7 +393,7 @@ def fail_unpicklable(output: object, dump: Callable[[object], object]) -> bool:
     return True
 
 
-def _not_handed_over(error: Exception) -> str:
+def _not_handed_over(error: BaseException) -> str:
     return f"the output could not be handed over: {type(error).__name__}: {error}"
 
 
