@@ -198,6 +198,12 @@ def everything(pipeline: Pipeline, params: Any, image: torch.Tensor) -> Diffusio
     )
 
 
+def an_output_that_contains_itself(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
+    parts: list[Any] = [image]
+    parts.append(parts)
+    return DiffusionOutput(output=parts)
+
+
 def an_unpicklable_dict(pipeline: Pipeline, params: Any, image: torch.Tensor) -> DiffusionOutput:
     return DiffusionOutput(output={"output": {"image": image, "callable": lambda: None}})
 
@@ -233,6 +239,7 @@ BEHAVIOURS = {
     "dict": a_dict,
     "trajectory": a_trajectory,
     "wordy": a_wordy_dict,
+    "cyclic": an_output_that_contains_itself,
     "media": a_typed_video,
     "everything": everything,
     "unpicklable": an_unpicklable_dict,

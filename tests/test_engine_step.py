@@ -182,6 +182,16 @@ def test_the_next_chunks_steps_run_while_the_chunk_before_is_not_copied_yet(stre
     assert_same(future.result(DEADLINE_S).outputs, reference(request)[0])
 
 
+@pytest.mark.parametrize("mode", ["step", "stream"])
+def test_an_output_that_contains_itself_arrives_as_through_vllm_omnis_own_step_mode(mode, request, reference):
+    """vllm-omni's walk over it does not end, at the worker or at the engine; there it takes the output as it came."""
+    asked = {"seed": 6, **IMAGE}
+    (result,) = run(request.getfixturevalue(mode), {**asked, "behaviour": "cyclic"})
+    assert result.error is None
+    expected = reference(asked)[0]
+    assert_same(result.outputs, expected if mode == "stream" else expected[:1])
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 

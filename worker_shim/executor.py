@@ -81,6 +81,18 @@ def check_media(output: DiffusionOutput) -> None:
         raise ValueError("Diffusion media must be prepared before it leaves the worker")
 
 
+def unpack(output: object) -> object:
+    """vllm-omni's own, but an output that contains itself stays as it came, as where vllm-omni reads the reply to a step.
+
+    Its walk over such an output does not end, so that nothing in it was packed either. Elsewhere its pump makes that an error.
+    """
+    try:
+        return multiproc_executor.unpack_diffusion_output_shm(output)
+    except RecursionError:
+        logger.debug("an output contains itself: nothing in it is unpacked")
+        return output
+
+
 class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     """Select it with ``distributed_executor_backend="worker_shim.PackerDiffusionExecutor"``.
 
@@ -244,8 +256,11 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
         vllm-omni's would end silently, and every request wait for its timeout.
         """
+        pump = super()._result_pump.__func__
+        namespace = {**pump.__globals__, "unpack_diffusion_output_shm": unpack}
+        rebound = types.FunctionType(pump.__code__, namespace, pump.__name__, pump.__defaults__, pump.__closure__)
         try:
-            super()._result_pump(result_mq)
+            rebound(self, result_mq)
         except Exception:
             logger.exception("the thread that takes outputs from %s failed", result_mq)
         if not self._pump_stop.is_set() and not self._is_failed:
