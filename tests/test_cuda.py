@@ -207,6 +207,97 @@ def test_a_static_buffer_overwritten_while_the_device_is_still_busy_arrives_inta
             assert bool((received["bytes"] == received["number"]).all())
 
 
+class Frames(torch.Tensor):
+    """It pickles itself, with its storage."""
+
+
+class Reading:
+    """What is pickled of it is a copy of its tensor, as that is then."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensor": self.tensor.cpu()}
+
+
+def pinned(tensor: Any) -> Any:
+    """Its values, when the device gets there."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+OVER_A_TENSOR = {
+    "a subclass": lambda tensor: tensor.as_subclass(Frames),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.quint8),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "its own __getstate__": Reading,
+    "pinned memory": pinned,
+    "a numpy array over pinned memory": lambda tensor: pinned(tensor).numpy(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage", "ignore:.*deprecated")
+@pytest.mark.parametrize("make", OVER_A_TENSOR.values(), ids=OVER_A_TENSOR)
+def test_what_is_not_plain_is_pickled_when_the_forward_that_fills_it_is_done(packer: Packer, make: Any) -> None:
+    image = torch.zeros(300, device="cuda")
+    with linked(packer) as link:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        image.fill_(7)
+        output = {"image": image, "odd": make(image)}
+        staged = link.stage(output)
+        assert not link.exporter.submit_now(staged)
+        export_thread = threading.Thread(target=link.exporter.submit, args=(staged,))
+        export_thread.start()
+        received = link.receive()
+        export_thread.join(TIMEOUT_S)
+    odd = getattr(received["odd"], "tensor", received["odd"])
+    odd = torch.as_tensor(odd).as_subclass(torch.Tensor)
+    odd = odd.dequantize() if odd.is_quantized else odd.to_dense() if odd.is_sparse else odd
+    assert bool((odd.cpu() == 7).all())
+    assert bool((received["image"] == 7).all())
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed", "conj"])
+def test_memory_of_another_stream_is_not_used_again_before_it_was_staged(packer: Packer, layout: str) -> None:
+    """The output dies at once; without a record of its use that stream's next tensor would overwrite it."""
+    side = torch.cuda.Stream()
+    with linked(packer) as link:
+        link.transfer({"bytes": torch.ones(2048, 2048, device="cuda")})  # the arena is there
+        with torch.cuda.stream(side):
+            output = torch.full((2048, 2048), 7, dtype=torch.complex64, device="cuda")
+            address = output.data_ptr()
+            output = {"dense": output, "transposed": output.T, "conj": output.conj()}[layout]
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda._sleep(200_000_000)
+        staged = link.stage({"bytes": output})
+        del output
+        assert link.exporter.submit_now(staged)
+        with torch.cuda.stream(side):
+            others = [torch.zeros(2048, 2048, dtype=torch.complex64, device="cuda") for _ in range(4)]
+        assert address not in [other.data_ptr() for other in others], "the copy has not run yet"
+        assert bool((link.receive()["bytes"] == 7).all())
+
+
+def test_an_output_made_in_inference_mode_on_a_side_stream_is_staged(packer: Packer) -> None:
+    with linked(packer) as link:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            output = {"bytes": torch.full((3, 1000, 1000), 7.0, device="cuda")}
+        torch.cuda.synchronize()
+        assert bool((link.transfer(output)["bytes"] == 7).all())
+
+
+def test_a_default_device_of_the_pipelines_does_not_stop_an_exporter(packer: Packer) -> None:
+    torch.set_default_device("cuda")
+    try:
+        with linked(packer) as link:
+            received = link.transfer({"image": torch.ones(1000, 1000), "empty": torch.empty(0, 3)})
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(received["image"], torch.ones(1000, 1000))
+    assert received["empty"].device.type == "cpu"
+
+
 def test_outputs_signalled_from_two_streams_are_each_complete(packer: Packer) -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     with linked(packer) as link:

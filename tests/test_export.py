@@ -18,6 +18,7 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,7 +362,7 @@ def test_a_payload_too_large_for_a_message_travels_in_memory(worker, engine):
 
 @pytest.mark.parametrize("extra", range(-3, 4))
 def test_a_payload_about_as_large_as_a_message_may_carry_arrives(worker, engine, extra):
-    overhead = len(skeleton.dump(b"x" * 30_000, {}, lambda tensor: tensor)[0]) - 30_000
+    overhead = len(skeleton.dump(b"x" * 30_000, [], lambda tensor: tensor)[0]) - 30_000
     output = b"x" * (protocol.MAX_PAYLOAD_BYTES - overhead + extra)
     worker.send(output, f"output{extra}")
     assert engine.output(f"output{extra}") == output
@@ -712,6 +713,257 @@ def test_what_was_coming_and_failed_leaves_no_lease_and_no_room_behind(packer, e
     assert "is not out" not in packer.log
 
 
+# -- a forward that is not done yet ------------------------------------------------------------------------------------
+
+
+class Queueing(HostExportDevice):
+    """A device that does what it is given, forwards, copies and signals, when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queueing = False
+        self.used: list[int] = []  # addresses of the memory whose use on the current stream it was told of
+        self._work: list[Callable[[], Any]] = []
+
+    def submit(self, work: Callable[[], Any]) -> None:
+        self._work.append(work)
+        if not self.queueing:
+            self.run()
+
+    def run(self) -> None:
+        while self._work:
+            self._work.pop(0)()
+
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        copy = super().copy_bytes
+        self.submit(lambda: copy(target, source, nbytes))
+
+    def record_use(self, tensor: torch.Tensor) -> None:
+        assert not tensor.is_conj()
+        assert not tensor.is_neg()
+        self.used.append(tensor.data_ptr())
+
+    def signal(self) -> Signal:
+        self._value = value = self._value + 1
+        self.submit(lambda: setattr(self.timeline, "counter", value))
+        return Signal(value)
+
+    def reached(self, value: int) -> bool:
+        return self.timeline.counter >= value
+
+    @contextlib.contextmanager
+    def after(self, value: int) -> Iterator[None]:
+        self.run()
+        assert self.reached(value)
+        yield
+
+
+@pytest.fixture
+def queueing(packer, engine):
+    """A worker on such a device, which queues from now on."""
+    with working(engine, packer, device=Queueing()) as side:
+        side.exporter.device.queueing = True
+        yield side
+        side.exporter.device.run()
+
+
+class Frames(torch.Tensor):
+    """It pickles itself."""
+
+
+class Reading:
+    """What is pickled of it is a copy of its tensor, as that is then."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensor": self.tensor.clone()}
+
+
+OVER_A_TENSOR = {
+    "a subclass": lambda tensor: tensor.as_subclass(Frames),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint32),
+    "sparse": lambda tensor: torch.sparse_coo_tensor(torch.arange(5)[None], tensor, (5,), check_invariants=False),
+    "its own __getstate__": Reading,
+    "a numpy array": lambda tensor: tensor.numpy(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage", "ignore:.*deprecated")
+@pytest.mark.parametrize("make", OVER_A_TENSOR.values(), ids=OVER_A_TENSOR)
+def test_what_is_not_plain_is_pickled_when_the_forward_that_fills_it_is_done(queueing, engine, make):
+    image = torch.zeros(5)
+    output = {"image": image, "odd": make(image)}
+
+    def forward() -> None:
+        image.fill_(7.0)
+        if getattr(output["odd"], "is_quantized", False):  # it has memory of its own
+            output["odd"].copy_(image)
+
+    queueing.exporter.device.submit(forward)
+    queueing.send(output, "output")
+    queueing.exporter.device.run()
+    got = engine.output("output")
+    odd = getattr(got["odd"], "tensor", got["odd"])
+    if isinstance(odd, torch.Tensor):
+        odd = (odd.dequantize() if odd.is_quantized else odd.to_dense() if odd.is_sparse else odd).numpy()
+    assert odd.tolist() == got["image"].tolist() == [7.0] * 5
+
+
+def test_a_plain_output_waits_for_no_forward_on_the_main_thread(queueing, engine):
+    device = queueing.exporter.device
+    image = torch.zeros(5)
+    device.submit(lambda: image.fill_(7.0))
+    staged = queueing.exporter.stage([image], "output")
+    assert queueing.exporter.submit_now(staged)
+    assert not device.reached(staged.signal.value)
+    device.run()
+    assert engine.output("output")[0].tolist() == [7.0] * 5
+
+
+class Renewing(list[Any]):
+    """Each look at it gives other tensors, which nobody else holds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (frame.clone() + 1 for frame in super().__iter__())
+
+
+class RenewingTuple(tuple[Any, ...]):
+    def __iter__(self) -> Iterator[Any]:
+        return (frame.clone() + 1 for frame in super().__iter__())
+
+
+class RenewingDict(dict[int, Any]):
+    def items(self) -> Any:
+        return [(key, frame.clone() + 1) for key, frame in super().items()]
+
+    def values(self) -> Any:
+        return [frame for _, frame in self.items()]
+
+
+@pytest.mark.parametrize(
+    ("renewing", "kind"),
+    [
+        (lambda frames: Renewing(frames), list),
+        (lambda frames: RenewingTuple(frames), tuple),
+        (lambda frames: RenewingDict(enumerate(frames)), dict),
+    ],
+    ids=["list", "tuple", "dict"],
+)
+def test_a_container_that_makes_its_tensors_when_asked_is_asked_once_as_by_vllm_omni(worker, engine, renewing, kind):
+    ipc = pytest.importorskip("vllm_omni.diffusion.ipc")
+    make = lambda: {"frames": renewing([torch.full((1000,), float(number)) for number in range(64)])}  # noqa: E731
+    worker.send(make(), "output")
+    got = engine.output("output")
+    assert type(got["frames"]) is kind
+    assert_same(got, ipc._pack_value_if_large(make()))
+    assert_same(ipc._unpack_if_shm_handle(got), got)
+
+
+def test_a_staged_tensor_that_the_output_forgets_lives_until_that_is_pickled(worker, engine):
+    """Else one made while the rest is pickled could get its id, and with that its place and its bytes."""
+
+    class Forgetful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            image = weakref.ref(images.pop())
+            return bool, (image() is not None,)
+
+    images = [torch.ones(1000)]
+    worker.send([Forgetful(), images], "output")
+    assert engine.output("output") == [True, []]
+
+
+def test_all_memory_that_staging_reads_is_recorded_as_used_by_its_stream(queueing, engine):
+    """Else memory of another stream's could be written again before it was read."""
+    dense, base = torch.ones(5), torch.ones(6, dtype=torch.complex64)
+    output = [dense, torch.ones(4, 4).T, base.conj(), base.conj().imag, torch._efficientzerotensor((5,))]
+    queueing.send(output, "output")
+    used = queueing.exporter.device.used
+    queueing.exporter.device.run()
+    engine.output("output")
+    assert set(used) == {dense.data_ptr(), output[1].data_ptr(), base.data_ptr(), output[3].data_ptr()}
+
+
+# -- what a pipeline left switched on ----------------------------------------------------------------------------------
+
+
+class EveryFunction(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class EveryOperator(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SWITCHED_ON = {
+    "a default device": lambda: torch.device("meta"),  # what torch.set_default_device enters
+    "a default dtype": lambda: default_dtype(torch.float64),
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "deterministic algorithms": deterministic,
+    "a function mode": EveryFunction,
+    "a dispatch mode": EveryOperator,
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHED_ON.values(), ids=SWITCHED_ON)
+def test_whatever_a_pipeline_switched_on_in_torch_outputs_arrive(small, switch):
+    """In the arena and beside it, with host arrays, empty and of odd layout; the export thread has none of it on."""
+
+    def make(number: int) -> dict[str, Any]:
+        return {
+            "image": torch.full((FLOATS * 3 // 2,), float(number), device="cpu", dtype=torch.float32),
+            "views": [content(torch.bfloat16, (9, 5), number).T, content(torch.complex64, (7,), number).conj()],
+            "empty": torch.empty(0, 3, device="cpu", dtype=torch.float32),
+            "array": np.full(3000, number),
+        }
+
+    with contextlib.closing(EngineSide(small)) as engine, contextlib.ExitStack() as stack:
+        with switch():
+            side = stack.enter_context(working(engine, small, arena_max_bytes="2MiB", wait_s=DEADLINE_S))
+            staged = [side.exporter.stage(make(number), str(number)) for number in range(2)]
+            assert [bool(one.overflow_bytes) for one in staged] == [False, True]
+        for number, one in enumerate(staged):
+            with ThreadPoolExecutor(1) as export_thread:
+                export_thread.submit(side.exporter.submit, one).result(DEADLINE_S)
+            with switch():
+                got = engine.output(str(number))
+            assert_same(got, make(number))
+            del got
+        side.send({"plain": torch.ones(5, device="cpu")}, "plain")
+        engine.output("plain")
+
+
+def test_what_is_rebuilt_under_a_default_device_lies_where_it_was_staged(worker):
+    staged = worker.exporter.stage([torch.ones(5), torch.empty(0, 3)], "output")
+    with torch.device("meta"):
+        assert worker.exporter.submit_now(staged)
+        rebuilt = worker.exporter.rebuild(staged)
+    assert_same(rebuilt, [torch.ones(5), torch.empty(0, 3)])
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -725,6 +977,18 @@ def test_what_cannot_be_pickled_raises_and_everything_it_held_is_free_again(work
     worker.send([torch.ones(3)], "next")
     engine.output("next")  # and nothing came of the bad one
     engine.wait_no_lease()
+
+
+def test_an_output_whose_pickling_ends_in_a_system_exit_is_withdrawn_like_any_other_that_fails(worker):
+    class Exits:
+        def __reduce__(self) -> Any:
+            sys.exit("no licence")
+
+    staged = worker.exporter.stage([torch.ones(FLOATS), Exits()], "bad")
+    with pytest.raises(SystemExit):
+        worker.exporter.submit(staged)
+    worker.wait_settled("bad")
+    assert worker.arena_idle()
 
 
 def test_what_cannot_be_pickled_may_be_salvaged(worker, engine):
@@ -788,7 +1052,7 @@ def test_a_skeleton_with_a_wrong_mac_is_not_unpickled_and_fails_alone(packer, en
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(trap),)
 
-    payload, _ = skeleton.dump(Trap(), {}, lambda tensor: tensor)
+    payload, _ = skeleton.dump(Trap(), [], lambda tensor: tensor)
     mac = {
         "another key": skeleton.mac(b"guess" * 7, "forged", payload),
         "another output's skeleton": skeleton.mac(MAC_KEY, "other", payload),
@@ -837,7 +1101,7 @@ def test_a_skeleton_that_points_outside_its_memory_fails_alone_and_its_lease_ret
 
 def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, engine):
     with contextlib.closing(Worker(packer, engine.session)) as other:
-        payload, _ = skeleton.dump("once", {}, lambda tensor: tensor)
+        payload, _ = skeleton.dump("once", [], lambda tensor: tensor)
         for output in ("twice", "twice", "last"):
             other.export(output, other.write(b"x" * 4000))
             other.channel.send(

@@ -61,14 +61,13 @@ pytestmark = [
 
 def through(output: object, *, staged: bool) -> Any:
     """``output`` dumped, its bytes copied to fresh memory as a packer would, and loaded."""
-    tensors = skeleton.find_tensors(output, lambda tensor: staged)
+    tensors, _, yielding = skeleton.survey(output, lambda tensor: staged)
     places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
     pieces = [bytearray(size) for size in sizes]
     for tensor, place in zip(tensors, places, strict=True):
         flat = skeleton.flat_bytes(tensor).numpy()
         pieces[place.piece][place.offset : place.offset + flat.nbytes] = flat.tobytes()
-    where = {id(tensor): place for tensor, place in zip(tensors, places, strict=True)}
-    payload, host = skeleton.dump(output, where, lambda tensor: tensor)
+    payload, host = skeleton.dump(output, list(zip(tensors, places, strict=True)), lambda tensor: tensor, yielding)
     buffer = bytearray(host.nbytes)
     host.write_into(buffer)
     specs, pickled = skeleton.array_specs(payload)
@@ -367,9 +366,9 @@ def test_an_object_array_may_hold_tensors():
 
 def test_a_large_array_is_not_inside_the_payload_and_a_small_one_is():
     small, large = np.zeros(INLINE_BYTES, np.uint8), np.zeros(INLINE_BYTES + 1, np.uint8)
-    payload, host = skeleton.dump(small, {}, lambda tensor: tensor)
+    payload, host = skeleton.dump(small, [], lambda tensor: tensor)
     assert (host.nbytes, len(payload) > INLINE_BYTES) == (0, True)
-    payload, host = skeleton.dump(large, {}, lambda tensor: tensor)
+    payload, host = skeleton.dump(large, [], lambda tensor: tensor)
     assert host.nbytes >= large.nbytes
     assert len(payload) < 300
 
@@ -397,6 +396,17 @@ class Slotted:
 
 class Colour(enum.Enum):
     RED = 1
+
+
+class Tensors(enum.Enum):
+    ONES = torch.ones(3)
+
+
+class Reduced(enum.Enum):
+    RED = 1
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return Reduced, (self.value,)
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -453,6 +463,8 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
     ("output", "plain"),
     [
         ([Media(torch.zeros(5)), Colour.RED], True),
+        ([Tensors.ONES], False),
+        ([Reduced.RED], False),
         ([torch.zeros(5) for _ in range(10)], True),
         ([torch.zeros(5) for _ in range(100)], False),
         (torch.zeros(skeleton.INLINE_BYTES // 4 + 1), False),
@@ -461,10 +473,32 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
         (functools.reduce(lambda inner, _: [inner], range(13), 1.0), False),
         ({(1, 2): 3}, False),
     ],
-    ids=["enum", "few host arrays", "many", "large", "of another device", "sparse", "deep", "odd key"],
+    ids=[
+        "enum",
+        "enum of tensors",
+        "enum that pickles itself",
+        "few host arrays",
+        "many",
+        "large",
+        "of another device",
+        "sparse",
+        "deep",
+        "odd key",
+    ],
 )
 def test_what_of_the_host_is_plain(output, plain):
     assert skeleton.survey(output, lambda tensor: False).plain is plain
+
+
+@dataclasses.dataclass
+class Making(Slotted):
+    """A list of its own for each look at it."""
+
+    value = property(lambda self: [torch.ones(3)], lambda self, value: None)
+
+
+def test_a_container_that_was_made_for_one_look_does_not_pass_for_the_next():
+    assert len(skeleton.find_tensors([Making(0) for _ in range(5)], lambda tensor: True)) == 5
 
 
 def test_a_tensor_where_nobody_looks_still_arrives():
@@ -489,20 +523,20 @@ def test_an_output_that_contains_itself_arrives():
 
 def test_what_cannot_be_pickled_raises_what_pickling_raises():
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        skeleton.dump({"image": torch.zeros(3), "callback": lambda: None}, {}, lambda tensor: tensor)
+        skeleton.dump({"image": torch.zeros(3), "callback": lambda: None}, [], lambda tensor: tensor)
 
 
 def test_only_tensors_that_are_not_staged_are_brought_to_the_host():
     here, there = content(torch.float32, (10,)), content(torch.float32, (10,), seed=1)
     brought = []
-    skeleton.dump([here, there], {id(there): skeleton.Place(0, 0)}, lambda t: brought.append(t) or t)
+    skeleton.dump([here, there], [(there, skeleton.Place(0, 0))], lambda t: brought.append(t) or t)
     assert len(brought) == 1
     assert brought[0] is here
 
 
 def test_a_plain_unpickler_cannot_read_a_skeleton_with_arrays():
     """Its placeholders mean something only beside the table of arrays."""
-    payload, _ = skeleton.dump(torch.zeros(3), {}, lambda tensor: tensor)
+    payload, _ = skeleton.dump(torch.zeros(3), [], lambda tensor: tensor)
     with pytest.raises(pickle.UnpicklingError):
         pickle.Unpickler(io.BytesIO(skeleton.array_specs(payload)[1])).load()
 
@@ -562,7 +596,7 @@ def test_nothing_keeps_the_arrays_of_an_output_that_could_not_be_pickled():
     output["callback"] = lambda: None
     with no_garbage_collection():
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            skeleton.dump(output, {}, lambda tensor: tensor)
+            skeleton.dump(output, [], lambda tensor: tensor)
         del output
         assert [reference() for reference in references] == [None] * 3
 

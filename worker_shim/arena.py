@@ -140,7 +140,9 @@ class Arena:
             return False
         size = min(align(max(2 * nbytes, self._step_bytes), CHUNK_ALIGNMENT), left)
         try:
-            chunk = self._device.allocate(size)
+            # Else nobody outside of inference mode could write to it, and the export thread is never in it.
+            with torch.inference_mode(False):
+                chunk = self._device.allocate(size)
         except (DeviceError, OSError, MemoryError) as error:
             self._blocked_until = time.monotonic() + _RETRY_GROWTH_S
             logger.warning("the arena stays at %d MiB: %s (setting arena_max_bytes)", self.nbytes >> 20, error)

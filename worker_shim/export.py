@@ -5,7 +5,9 @@ Main thread, in ``stage``: find the device arrays, tell the packer to start, cop
 signal. Then, in ``submit_now``, pickle what is left of a plain output (``skeleton.survey``) and send it: waking the export
 thread, and losing the GIL to it a few times, would cost this thread more. The main thread never waits for the packer: a
 message that finds no room goes to the outbox.
-Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena.
+Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena. Any
+other output it pickles only when the device has passed the forward: that may run somebody's code, which may read what the
+forward writes.
 Ack thread: hears of what was delivered or failed. Whatever the packer cannot do comes back through ``on_handed_back``.
 The acks of outputs that hold nothing but slots wake nobody (packer_service.ack_page): they are taken where room is short,
 by whoever has just sent an output or looks for room, and by the ack thread at every message, after each half second without
@@ -21,12 +23,14 @@ of a pipeline that reuses its buffers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from packer_service import protocol, transport
@@ -53,7 +57,7 @@ from packer_service.protocol import (
 from packer_service.transport import Channel
 from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
-from worker_shim.export_device import Chunk, ExportDevice, Signal, copy_into
+from worker_shim.export_device import Chunk, ExportDevice, Signal, copy_into, record_lazy_use
 from worker_shim.log import get_logger
 from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
 from worker_shim.uplink import Packet, Uplink
@@ -84,8 +88,9 @@ class Staged:
 
     output_id: str
     output: object  # until it is pickled
-    places: dict[int, Place]  # of each device array, by id()
-    plain: bool = False  # see skeleton.survey
+    placed: list[tuple[torch.Tensor, Place]]  # its device arrays, which live until then
+    plain: bool = False  # see skeleton.Survey
+    yielding: frozenset[type] = frozenset()
     slots: list[Slot] = field(default_factory=list)  # one a piece, where they are in the arena
     beside: list[torch.Tensor] = field(default_factory=list)  # where they are not: flat uint8, one a piece
     overflow_bytes: int = 0  # of the pieces that are clones
@@ -174,8 +179,8 @@ class Exporter:
         slots = self._arena.allocate([PROBE_BYTES])
         if slots is None:
             raise PackerUnavailable("the arena cannot be allocated: see the setting arena_max_bytes")
-        pattern = torch.arange(PROBE_BYTES // 8, dtype=torch.int64).view(torch.uint8)
-        slots[0].view.copy_(pattern)
+        pattern = np.arange(PROBE_BYTES // 8, dtype=np.int64).view(np.uint8)
+        slots[0].view.copy_(torch.from_numpy(pattern))
         signal = self.device.signal()
         self._uplink.post(Probe(signal.value, _piece(slots[0]), signal.event))
         self._uplink.flush()
@@ -187,7 +192,7 @@ class Exporter:
         probed = answer[0]
         if not isinstance(probed, Probed) or probed.error:
             raise PackerUnavailable(f"the packer cannot read this worker's memory: {getattr(probed, 'error', probed)}")
-        if probed.digest != hashlib.sha256(pattern.numpy().tobytes()).digest():
+        if probed.digest != hashlib.sha256(pattern.tobytes()).digest():
             raise PackerUnavailable("the packer reads other bytes than this worker wrote")
 
     # -- main thread ---------------------------------------------------------------------------------------------------
@@ -198,14 +203,14 @@ class Exporter:
         After it returns, the output's own memory may be overwritten or freed in stream order. So it stages where no packer is
         there to start, too: ``submit`` hands such an output back, and the own way it is read from where it was staged.
         """
-        tensors, plain = skeleton.survey(output, self.device.owns)
+        tensors, plain, yielding = skeleton.survey(output, self.device.owns)
         places, sizes = plan([tensor.nbytes for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
-        staged = Staged(output_id, output, {id(t): place for t, place in zip(tensors, places, strict=True)}, plain)
+        staged = Staged(output_id, output, list(zip(tensors, places, strict=True)), plain, yielding)
         try:
-            copies = self._place(staged, tensors, places, sizes)
+            copies = self._place(staged, sizes)
         except torch.OutOfMemoryError as error:
             logger.warning("output %s finds no device memory to wait in: %s", output_id, error)
             self.release(staged)
@@ -264,46 +269,41 @@ class Exporter:
             staged.failed, staged.second = True, Withdraw(staged.output_id)
             self._uplink.post(staged.second)
 
-    def _place(
-        self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]
-    ) -> list[Copy] | None:
+    def _place(self, staged: Staged, sizes: list[int]) -> list[Copy] | None:
         """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
 
         Returns what has yet to be copied where; None where no way is open.
         """
         if sum(map(align, sizes)) > self._arena.max_bytes:
-            return self._place_directly(staged, tensors, places, sizes)
+            return self._place_directly(staged, sizes)
         slots = self._arena.allocate(sizes)
         if slots is not None:
             staged.slots = slots
             staged.pieces = tuple(map(_piece, slots))
             return [
-                (tensor, slots[piece].memory, slots[piece].offset + offset)
-                for tensor, (piece, offset) in zip(tensors, places, strict=True)
+                (tensor, slots[piece].memory, slots[piece].offset + offset) for tensor, (piece, offset) in staged.placed
             ]
         if self._take_overflow(sum(sizes)):
             staged.overflow_bytes = sum(sizes)
-            staged.beside = [torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in sizes]
-            return [
-                (tensor, staged.beside[piece], offset) for tensor, (piece, offset) in zip(tensors, places, strict=True)
-            ]
+            device = staged.placed[0][0].device
+            staged.beside = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            return [(tensor, staged.beside[piece], offset) for tensor, (piece, offset) in staged.placed]
         logger.warning(
             "output %s finds no room to wait in: see arena_max_bytes and overflow_max_bytes", staged.output_id
         )
         return None
 
-    def _place_directly(
-        self, staged: Staged, tensors: list[torch.Tensor], places: list[Place], sizes: list[int]
-    ) -> list[Copy] | None:
+    def _place_directly(self, staged: Staged, sizes: list[int]) -> list[Copy] | None:
         """Export each piece where it lies; small arrays, which share a piece, and other layouts are copied by torch first."""
         copies: list[Copy] = []
         try:
             for piece, size in enumerate(sizes):
-                owners = [(t, p) for t, p in zip(tensors, places, strict=True) if p.piece == piece]
+                owners = [(tensor, place) for tensor, place in staged.placed if place.piece == piece]
                 if size >= OWN_PIECE_BYTES and len(owners) == 1:
                     view = skeleton.flat_bytes(owners[0][0])
+                    record_lazy_use(self.device, owners[0][0])  # where it had to be made dense
                 else:
-                    view = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+                    view = torch.empty(size, dtype=torch.uint8, device=owners[0][0].device)
                     copies += [(tensor, view, place.offset) for tensor, place in owners]
                 staged.beside.append(view)
             allocations = [self.device.find_allocation(view) for view in staged.beside]
@@ -384,7 +384,7 @@ class Exporter:
                 self._forget(staged)
                 self._hand_back(staged, why_not)
                 return
-        except Exception:
+        except BaseException:  # somebody's pickling may end in SystemExit
             self.withdraw(staged)
             raise
         self._send_skeleton(staged, body)
@@ -520,31 +520,27 @@ class Exporter:
         ``staged.host``. Lets go of the output. Raises what pickling raises, and OSError where there is no memfd."""
 
         def to_host(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu":
-                return tensor
-            with self.device.after(staged.signal.value):  # hidden where find_tensors does not look
-                return tensor.detach().cpu()
+            # of this device it was hidden where survey does not look
+            return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
 
         def dump(output: object) -> tuple[bytes, skeleton.HostArrays]:
-            return skeleton.dump(output, staged.places, to_host)
+            return skeleton.dump(output, staged.placed, to_host, staged.yielding)
 
-        try:
-            payload, host = dump(staged.output)
-        except Exception:
-            # A place goes by id(): what salvage takes out must live on, or a tensor made meanwhile could have the same.
-            placed = skeleton.find_tensors(staged.output, self.device.owns)
-            if not salvage(staged.output, dump):
-                raise
-            payload, host = dump(staged.output)
-            del placed
-        in_host = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
-        nbytes = host.nbytes + len(in_host)
-        if nbytes:
-            staged.host = SharedMemory.create("packer-host-arrays", nbytes)
-            host.write_into(staged.host.buffer)
-            staged.host.buffer[host.nbytes :] = in_host
+        with contextlib.nullcontext() if staged.plain else self.device.after(staged.signal.value):
+            try:
+                payload, host = dump(staged.output)
+            except Exception:
+                if not salvage(staged.output, dump):
+                    raise
+                payload, host = dump(staged.output)
+            in_host = payload if len(payload) > protocol.MAX_PAYLOAD_BYTES else b""
+            nbytes = host.nbytes + len(in_host)
+            if nbytes:
+                staged.host = SharedMemory.create("packer-host-arrays", nbytes)
+                host.write_into(staged.host.buffer)
+                staged.host.buffer[host.nbytes :] = in_host
         mac = skeleton.mac(self._mac_key, staged.output_id, payload)
-        staged.payload, staged.output = payload, None
+        staged.payload, staged.output, staged.placed = payload, None, []
         return Body(b"" if in_host else payload, mac, nbytes, len(in_host))
 
     def _send_skeleton(self, staged: Staged, body: Body) -> None:
@@ -609,7 +605,7 @@ class Exporter:
                 if staged.signal.value:
                     signals.append(staged.signal)
                 staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
-                staged.beside, staged.output = [], None
+                staged.beside, staged.output, staged.placed = [], None, []
                 for number in staged.imports:
                     self._mapped.pop(number, None)
                 self._return_overflow(staged)

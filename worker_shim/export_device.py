@@ -74,6 +74,10 @@ class ExportDevice(Protocol):
         """Submit a copy between two addresses of this device, on the current stream."""
         ...
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of ``tensor``, whichever stream allocated it, until the current stream has passed its work so far."""
+        ...
+
     def next_signal(self) -> Signal | None:
         """What ``signal`` will return next, where a packer may wait for it already; None where it may not (events)."""
         ...
@@ -96,7 +100,8 @@ class ExportDevice(Protocol):
 
     @contextmanager
     def after(self, value: int) -> Iterator[None]:
-        """Run torch work behind ``value`` on a stream of its own, and wait for it at the end. Any thread but the main one."""
+        """Wait until the device has passed ``value``, run torch work on a stream of its own, and wait for that at the end. Any
+        thread but the main one."""
         ...
 
     def close(self) -> None: ...
@@ -116,9 +121,20 @@ def copy_into(device: ExportDevice, tensor: torch.Tensor, memory: torch.Tensor, 
     source = tensor.data_ptr() if dense else 0
     if source:  # a tensor of lazy zeros has no memory either
         device.copy_bytes(memory.data_ptr() + offset, source, nbytes)
+        device.record_use(tensor)
     else:
         with torch.no_grad():
             memory[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        record_lazy_use(device, tensor)
+
+
+def record_lazy_use(device: ExportDevice, tensor: torch.Tensor) -> None:
+    """``record_use`` of a tensor that may be lazy: of what torch resolves it to, torch would record the use."""
+    with torch.no_grad():
+        plain = tensor.conj() if tensor.is_conj() else tensor
+        plain = torch._neg_view(plain) if plain.is_neg() else plain
+    if plain.data_ptr():  # lazy zeros have no memory
+        device.record_use(plain)
 
 
 class HostExportDevice:
@@ -152,6 +168,9 @@ class HostExportDevice:
 
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
+
+    def record_use(self, tensor: torch.Tensor) -> None:
+        pass
 
     def next_signal(self) -> Signal:
         return Signal(self._value + 1)
@@ -213,6 +232,10 @@ class CudaExportDevice:
         self._pointer = int(call(driver.cuMemHostGetDevicePointer, self.timeline.address, 0))
         self._value = 0
         self._last_stream: int | None = None
+        self._reader: tuple[int, Any] = (
+            -1,
+            None,
+        )  # the stream that read something last: the driver's handle, torch's object
         self._use_events = events
         self._idle_events: list[tuple[Any, bytes]] = []
         self._busy_events: dict[bytes, Any] = {}
@@ -252,6 +275,12 @@ class CudaExportDevice:
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
         call(driver.cuMemcpyDtoDAsync, target, source, nbytes, self._current_stream())
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        stream = self._current_stream()
+        if self._reader[0] != stream:
+            self._reader = stream, torch.cuda.current_stream(self.device)
+        tensor.record_stream(self._reader[1])  # torch does nothing where that stream allocated it
+
     def next_signal(self) -> Signal | None:
         return None if self._use_events else Signal(self._value + 1)
 
@@ -288,6 +317,9 @@ class CudaExportDevice:
     @contextmanager
     def after(self, value: int) -> Iterator[None]:
         call(driver.cuStreamWaitValue64, self._side_stream.cuda_stream, self._pointer, value, _GEQ)
+        passed = torch.cuda.Event(blocking=True)  # else the CPU would spin for as long as the forward takes
+        passed.record(self._side_stream)
+        passed.synchronize()
         with torch.cuda.stream(self._side_stream):
             yield
         self._side_stream.synchronize()

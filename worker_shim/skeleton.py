@@ -24,7 +24,8 @@ import hashlib
 import hmac
 import io
 import pickle
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -103,22 +104,28 @@ class Survey(NamedTuple):
     """What ``survey`` found: the wanted tensors, each object once, in order, and whether the output is plain.
 
     A plain output holds nothing beside those tensors but a few hundred values of Python's own with little text among them, in
-    containers, enums and dataclasses that pickle in the default way. So it is pickled in no time, and taking it out of the
-    pickle runs nobody's code, which could read a tensor whose bytes are not there yet.
+    containers, enums and dataclasses that pickle in the default way. So it is pickled in no time, and neither making the pickle
+    nor taking it apart runs anybody's code, which could read a tensor whose bytes are not there yet.
+
+    ``yielding`` are the kinds of its containers that say themselves, in Python, what they hold. That may be other tensors each
+    time they are asked, so they are asked once, by ``dump``, which makes of them what vllm-omni's own packing does: a plain
+    list, tuple or dict.
     """
 
     tensors: list[torch.Tensor]
     plain: bool
+    yielding: frozenset[type] = frozenset()
 
 
 def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
     """Look into the containers and dataclasses of ``output`` for tensors that ``wanted`` accepts.
 
     It looks into dicts, lists, tuples and dataclasses: what vllm-omni's own packing looks into, and media. A tensor hidden
-    elsewhere is found when the skeleton is pickled.
+    elsewhere is found when the skeleton is pickled. It runs no code of their classes but properties of dataclasses.
     """
     found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, object] = {}  # by id(), and so held: a container made for one look must not pass for the next
+    yielding: set[type] = set()
     items = text = 0
     plain = True
     # A stack rather than a function that calls itself: such a closure is a reference cycle, which would keep the output,
@@ -128,18 +135,22 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
         value, depth = stack.pop()
         kind: Any = type(value)
         children: Any
-        if isinstance(value, dict):
-            children = value.values()
-            plain = plain and all(type(key) in _LEAVES for key in value)
-        elif isinstance(value, (list, tuple)):
+        if issubclass(kind, (dict, list, tuple)):
+            if kind not in _CONTAINERS and _yields(kind):
+                plain = False
+                yielding.add(kind)
+                continue
             children = value
-        elif isinstance(value, torch.Tensor):
+            if issubclass(kind, dict):
+                children = value.values()
+                plain = plain and all(type(key) in _LEAVES for key in value)
+        elif issubclass(kind, torch.Tensor):
             if not is_plain_tensor(value):
                 plain = False
             elif wanted(value):
                 found.setdefault(id(value), value)
-            elif value.device.type != "cpu" or value.nbytes > INLINE_BYTES:
-                plain = False
+            elif value.device.type != "cpu" or value.nbytes > INLINE_BYTES or value.is_pinned():
+                plain = False  # the device may still write to pinned memory
             else:
                 items += _ITEMS_AN_ARRAY
             continue
@@ -148,12 +159,12 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
             if _has_slots(kind):  # as media has
                 children += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         else:
-            plain = plain and (kind in _LEAVES or isinstance(value, enum.Enum))
+            plain = plain and (kind in _LEAVES or _is_plain_enum(value))
             continue
         if depth >= _MAX_DEPTH:
             plain = False
         elif id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = value
             plain = plain and (kind in _CONTAINERS or _pickles_by_default(kind))
             if plain:  # else its children may be anything, and without a length
                 items += len(children)
@@ -164,7 +175,7 @@ def survey(output: object, wanted: Callable[[torch.Tensor], bool]) -> Survey:
             inner = [(child, depth + 1) for child in children if type(child) not in _LEAVES]
             inner.reverse()
             stack += inner
-    return Survey(list(found.values()), plain and items <= _PLAIN_ITEMS)
+    return Survey(list(found.values()), plain and items <= _PLAIN_ITEMS, frozenset(yielding))
 
 
 def find_tensors(output: object, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
@@ -190,6 +201,29 @@ def _pickles_by_default(kind: Any) -> bool:
             (getstate is default and setstate is None and not _has_slots(kind))
             or all(getattr(one, "__module__", "") == dataclasses.__name__ for one in (getstate, setstate))
         )
+    )
+
+
+@functools.cache
+def _yields(kind: Any) -> bool:
+    """See ``Survey.yielding``. Containers written in C iterate over what they hold."""
+    return any(
+        isinstance(getattr(kind, name, None), types.FunctionType) for name in ("__iter__", "keys", "values", "items")
+    )
+
+
+def _reduce_yielding(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict, ([*value.items()],)
+    return list if isinstance(value, list) else tuple, ([*value],)
+
+
+def _is_plain_enum(value: object) -> bool:
+    """Whether its pickle is its class and its name or a value of Python's own."""
+    return (
+        isinstance(value, enum.Enum)
+        and type(value._value_) in _LEAVES
+        and getattr(type(value).__reduce_ex__, "__module__", "") == enum.__name__
     )
 
 
@@ -230,16 +264,20 @@ class _Arrays:
     so that one that stands in two places is one array.
     """
 
-    def __init__(self, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, staged: Sequence[tuple[torch.Tensor, Place]], to_host: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self.specs: list[ArraySpec] = []
         self.host = HostArrays()
-        self._staged = staged
+        self._staged = staged  # held: another tensor could have the id of one that is gone
+        self._places = {id(tensor): place for tensor, place in staged}
         self._to_host = to_host
 
-    def reducers(self) -> dict[type, Callable[[Any], Any]]:
+    def reducers(self, yielding: Iterable[type]) -> dict[type, Callable[[Any], Any]]:
         """For a pickler's ``dispatch_table``, which takes the place of ``copyreg``'s."""
         tensor, ndarray = self._reduce_tensor, self._reduce_ndarray
-        return {**copyreg.dispatch_table, torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: ndarray}
+        ours: dict[type, Any] = {torch.Tensor: tensor, torch.nn.Parameter: tensor, np.ndarray: ndarray}
+        return {**copyreg.dispatch_table, **ours, **dict.fromkeys(yielding, _reduce_yielding)}
 
     def _reduce_tensor(self, value: torch.Tensor) -> Any:
         return self._placeholder(self._tensor(value)) if is_plain_tensor(value) else value.__reduce_ex__(_PROTOCOL)
@@ -253,7 +291,7 @@ class _Arrays:
 
     def _tensor(self, tensor: torch.Tensor) -> ArraySpec:
         dtype, shape, nbytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
-        place = self._staged.get(id(tensor))
+        place = self._places.get(id(tensor))
         if place is not None:
             return ArraySpec("torch", dtype, shape, nbytes, place.piece, place.offset)
         return self._on_host(ArraySpec("torch", dtype, shape, nbytes), flat_bytes(self._to_host(tensor)).numpy())
@@ -277,23 +315,26 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values, densely and in order, as flat uint8; a view where the layout allows, a copy otherwise."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not plain.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=plain.device)
     # Dense now, but torch says so of one element with any strides, and would keep those.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def dump(
-    output: object, staged: Mapping[int, Place], to_host: Callable[[torch.Tensor], torch.Tensor]
+    output: object,
+    staged: Sequence[tuple[torch.Tensor, Place]],
+    to_host: Callable[[torch.Tensor], torch.Tensor],
+    yielding: Iterable[type] = (),
 ) -> tuple[bytes, HostArrays]:
     """The payload of ``output``, and the host arrays that go with it.
 
-    ``staged`` says by ``id()`` where each staged tensor is; ``to_host`` brings any other tensor to the host. Raises what
-    pickling raises.
+    ``staged`` says where each staged tensor is; ``to_host`` brings any other tensor to the host; ``yielding``: see ``Survey``.
+    Raises what pickling raises.
     """
     arrays = _Arrays(staged, to_host)
     file = io.BytesIO()
     pickler = pickle.Pickler(file, _PROTOCOL)
-    pickler.dispatch_table = arrays.reducers()
+    pickler.dispatch_table = arrays.reducers(yielding)
     pickler.dump(output)
     return _encode(_Payload(tuple(arrays.specs), file.getvalue())), arrays.host
 
@@ -340,7 +381,7 @@ def load(
 def tensor_over(flat: np.ndarray, spec: ArraySpec) -> torch.Tensor:
     """The tensor whose bytes are ``flat`` (uint8, exactly its bytes), which it keeps alive. See Note [Waiting for the GIL]."""
     if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
     dtype = _NUMPY_DTYPES.get(spec.dtype)
     if dtype is not None:
         return torch.from_numpy(flat.view(dtype).reshape(spec.shape))
@@ -352,7 +393,7 @@ def tensor_from_bytes(flat: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     """The same as ``tensor_over``, over a flat uint8 tensor on any device."""
     dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu")
     return flat.view(dtype).view(spec.shape)
 
 

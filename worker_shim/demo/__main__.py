@@ -72,7 +72,7 @@ class BareCopy:
         from worker_shim.demo.content import content
 
         self.source = content(case.shape, case.dtype, 1, device)
-        self.target = torch.empty(case.shape, dtype=self.source.dtype, pin_memory=device.type == "cuda")
+        self.target = torch.empty(case.shape, dtype=self.source.dtype, device="cpu", pin_memory=device.type == "cuda")
         self.run()
 
     def run(self) -> float:
