@@ -144,7 +144,7 @@ def demo(
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
     os.environ.update({environment_name(name): value for name, value in given.items()})
-    sys.argv = ["packer-service demo", "--requests", str(requests), *(["--json"] if as_json else [])]
+    sys.argv[1:] = ["--requests", str(requests), *(["--json"] if as_json else [])]
     # In this process: another Python would take the current directory for a folder of modules.
     runpy.run_module("worker_shim.demo", run_name="__main__", alter_sys=True)
 

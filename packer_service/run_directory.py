@@ -3,9 +3,9 @@
 Note [What may be removed]
 Temporary directories are full of what belongs to others, under any name. A directory is removed only where it carries our
 mark, holds nothing but that and packers' sockets, and nobody uses it; name by name, so that whatever came meanwhile stays.
-Whoever uses one holds a shared lock on it (flock), and only who gets the exclusive one may remove it. The kernel drops a lock
-with its process, in whatever pid namespace that was, and systemd-tmpfiles leaves alone what is locked. A child that the engine
-forks keeps the lock as long as it lives: then the next engine removes the directory.
+Whoever uses one holds a shared lock on its mark (flock), and only who gets the exclusive one may remove it. The kernel drops
+a lock with its process, in whatever pid namespace that was, and systemd-tmpfiles leaves alone what is locked. A child that the
+engine forks keeps the lock of a killed engine as long as it lives: then a later engine removes the directory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 
 from packer_service.errors import PackerUnavailable
 
@@ -47,7 +48,7 @@ class RunDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd = -1
+        self._mark = -1  # the descriptor that has the lock
 
     @classmethod
     def make(cls, bases: dict[str, str]) -> RunDirectory:
@@ -86,33 +87,30 @@ class RunDirectory:
     def remake(self) -> None:
         """Have it there, marked and held, whatever became of it. OSError where that cannot be."""
         os.makedirs(self.path, mode=0o700, exist_ok=True)
-        fd = _open(self.path)
-        try:
-            if os.fstat(fd).st_uid != os.geteuid():
+        with _opened(self.path) as directory:
+            if os.fstat(directory).st_uid != os.geteuid():
                 raise OSError(errno.EPERM, "the directory there is somebody else's")
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if not _is_marked(fd):  # the lock comes first: what is marked and not locked may be removed
-                mark = os.open(_MARK, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=fd)
-                with os.fdopen(mark, "wb") as file:
-                    file.write(_TEXT)
-        except BaseException:
-            os.close(fd)
-            raise
+            mark = os.open(_MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=directory)
+            try:
+                fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not _is_ours(mark):  # the text comes last: with it, and without a lock, it may be removed
+                    os.pwrite(mark, _TEXT, 0)
+            except BaseException:
+                os.close(mark)
+                raise
         self.close()
-        self._fd = fd
+        self._mark = mark
 
     def close(self) -> None:
         """Let go of it, and leave it where it is."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        mark, self._mark = self._mark, -1
+        if mark >= 0:
+            with contextlib.suppress(OSError):  # explicitly: in a child that was forked, the descriptor is open too
+                fcntl.flock(mark, fcntl.LOCK_UN)
+            os.close(mark)
 
     def leave(self) -> None:
         """Let go of it, and remove it unless somebody else holds it."""
-        if self._fd >= 0:
-            # explicitly: a child that was forked has the descriptor too, and a lock goes with the last of them
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
         _remove_if_abandoned(self.path)
 
@@ -121,8 +119,9 @@ def hold(path: str) -> RunDirectory:
     """One that somebody else made, such as the engine of a packer. Where it cannot be held it only goes too early."""
     held = RunDirectory(path)
     try:
-        held._fd = _open(path)
-        fcntl.flock(held._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with _opened(path) as directory:
+            held._mark = _open_mark(directory)
+        fcntl.flock(held._mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         logger.debug("the run directory %s is not held: %s", path, error)
     return held
@@ -141,39 +140,40 @@ def remove_abandoned(base: str) -> None:
 def _remove_if_abandoned(path: str) -> None:
     """See Note [What may be removed]."""
     try:
-        fd = _open(path)
-    except OSError:  # it is gone, no directory, or somebody else's
-        return
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(_opened(path))
+            mark = _open_mark(directory)
+            stack.callback(os.close, mark)
+            if not _is_ours(mark):
+                return
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            names = os.listdir(directory)
+            if all(name == _MARK or _is_socket(directory, name) for name in names):
+                for name in sorted(names, key=_MARK.__eq__):  # the mark comes last: this may be interrupted
+                    os.unlink(name, dir_fd=directory)
+                os.rmdir(path)
+    except OSError as error:  # it is gone, not ours, in use, or something came into it meanwhile
+        logger.debug("%r stays: %s", path, error)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if not _is_marked(fd):
-            return
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        names = os.listdir(fd)
-        if all(name == _MARK or _is_socket(fd, name) for name in names):
-            for name in sorted(names, key=_MARK.__eq__):  # the mark last: if this is interrupted, the next one goes on
-                os.unlink(name, dir_fd=fd)
-            os.rmdir(path)
-    except OSError as error:  # somebody holds it, or is at it too
-        logger.debug("the run directory %r stays: %s", path, error)
+        yield directory
     finally:
-        os.close(fd)
+        os.close(directory)
 
 
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _open_mark(directory: int) -> int:
+    """Whatever goes by its name; without O_NONBLOCK, opening a fifo would wait for somebody else to."""
+    return os.open(_MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
 
 
-def _is_marked(directory: int) -> bool:
-    """Whether our mark, made by this user, is there."""
-    try:
-        # without O_NONBLOCK, opening a fifo would wait for a writer
-        mark = os.open(_MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    except OSError:
-        return False
-    with os.fdopen(mark, "rb") as file:
-        status = os.fstat(file.fileno())
-        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        return ours and file.read(len(_TEXT) + 1) == _TEXT
+def _is_ours(mark: int) -> bool:
+    status = os.fstat(mark)
+    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return ours and os.pread(mark, len(_TEXT) + 1, 0) == _TEXT
 
 
 def _is_socket(directory: int, name: str) -> bool:

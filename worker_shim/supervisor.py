@@ -89,7 +89,7 @@ class Supervisor:
         with os.fdopen(reader, "rb") as pipe:
             ready = select.poll()  # select() takes no descriptor above 1023
             ready.register(pipe, select.POLLIN)
-            if not ready.poll(self._settings.start_timeout_s * 1e3):
+            if not ready.poll(self._settings.start_timeout_s * 1000):
                 raise PackerUnavailable(
                     f"the packer on {packer.device} was not ready within"
                     f" start_timeout_s = {self._settings.start_timeout_s:g}"
