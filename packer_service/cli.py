@@ -100,10 +100,7 @@ def serve(
         )
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogGuard())
-        try:
-            raise_descriptor_limit()
-        except (ValueError, OSError) as error:  # ValueError is what Python makes of EPERM here
-            logging.getLogger(__name__).info("the limit of open files stays as it is: %s", error)
+        raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
         server = Server(settings, settings.read_key(), managed=managed)
         servers.append(server)
