@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from packer_service import __version__
+from packer_service import __version__, run_directory
 from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name
 from packer_service.descriptors import open_standard_descriptors, raise_descriptor_limit
 from packer_service.errors import PackerError
@@ -106,13 +107,14 @@ def serve(
     except (PackerError, OSError, MemoryError) as error:
         _report(ready_fd, error=str(error))
         raise SystemExit(f"packer-service serve: {error}") from error
+    directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
     server.start()
     _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
     reason = server.wait()
     logging.getLogger(__name__).info("packer stops: %s", reason)
     finished = server.close()
-    if managed:
-        _remove_run_directory(settings)
+    if directory is not None:  # a managed packer outlives a killed engine: the last one removes what that made for it
+        directory.leave()
     if not finished:
         logging.shutdown()
         os._exit(0)
@@ -122,17 +124,6 @@ def _report(ready_fd: int, **fields: object) -> None:
     if ready_fd >= 0:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(fields) + "\n")
-
-
-def _remove_run_directory(settings: Settings) -> None:
-    """A managed packer outlives a killed engine, so it is the one that clears what the engine made for it."""
-    for path in (settings.socket, settings.key_file):
-        if os.path.exists(path):
-            os.unlink(path)
-    try:
-        os.rmdir(os.path.dirname(settings.socket))
-    except OSError:  # another packer of the same engine still uses it, or the engine removed it
-        pass
 
 
 @app.command()
@@ -149,9 +140,10 @@ def demo(
         raise SystemExit(f"packer-service demo: {error}") from error
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
-    environ = {**os.environ, **{environment_name(name): value for name, value in given.items()}}
-    command = [sys.executable, "-m", "worker_shim.demo", "--requests", str(requests), *(["--json"] if as_json else [])]
-    os.execve(sys.executable, command, environ)  # so that signals reach the demo itself
+    os.environ.update({environment_name(name): value for name, value in given.items()})
+    sys.argv[1:] = ["--requests", str(requests), *(["--json"] if as_json else [])]
+    # In this process: another Python would take the current directory for a folder of modules.
+    runpy.run_module("worker_shim.demo", run_name="__main__", alter_sys=True)
 
 
 @app.command()

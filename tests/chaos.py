@@ -35,6 +35,8 @@ from typing import Any
 
 import psutil
 
+from packer_service import run_directory
+
 TESTS = Path(__file__).resolve().parent
 MIB = 1 << 20
 SETTINGS = {
@@ -425,7 +427,7 @@ class _Era:
         """The managed packer's process, served or not."""
         for child in _children(self.process.pid):
             with contextlib.suppress(psutil.Error):
-                if "packer_service" in child.cmdline():
+                if any(argument.endswith("packer_service/__main__.py") for argument in child.cmdline()):
                     return child.pid
         return None
 
@@ -621,10 +623,10 @@ class _Parent:
             time.sleep(0.05)
 
     def _clean_up_after(self, era: _Era, managed: bool) -> None:
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        bases = set(run_directory.bases().values())
         limit = time.monotonic() + 15
         while True:
-            left = [str(path) for path in base.glob(f"packer-{era.process.pid}-*")]
+            left = [str(path) for base in bases for path in Path(base).glob(f"packer-{era.process.pid}-*")]
             # One that was started after its engine had died still has the pool it keeps ready for the first.
             idle = managed or "] engine " not in self._sidecar.packer.log
             pool = 0 if idle else _segment_count(self._sidecar.pid)

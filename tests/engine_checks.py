@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ import pytest
 from engine_harness import RunningEngine, engine
 from packer_process import wait_until
 
+from packer_service import run_directory
 from worker_shim.demo.engine import nvidia_gpus
 
 torch = pytest.importorskip("torch")
@@ -215,8 +215,8 @@ def packer_descriptors() -> list[str]:
 
 
 def run_directories(engine_pid: int) -> list[str]:
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return [str(path) for path in base.glob(f"packer-{engine_pid}-*")]
+    found = [Path(base).glob(f"packer-{engine_pid}-*") for base in dict.fromkeys(run_directory.bases().values())]
+    return [str(path) for paths in found for path in paths]
 
 
 def named_memory() -> set[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +116,33 @@ def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path)
     assert done.returncode == 1
     assert "socket is not set" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LAUNCHER = """
+import sys
+sys.path[0] = {path!r}
+from packer_service.cli import main
+main()
+"""
+
+
+def test_the_demo_is_this_packages_whatever_the_working_directory_holds(tmp_path):
+    pytest.importorskip("torch")
+    root = Path(__file__).resolve().parents[1]
+    for name in ("packer_service", "worker_shim"):
+        shutil.copytree(root / name, tmp_path / "ours" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "ours/worker_shim/demo/__main__.py").write_text(
+        "import os, sys; print(sys.argv[1:], os.environ['PACKER_EVENT'])"
+    )
+    (tmp_path / "launcher.py").write_text(LAUNCHER.format(path=str(tmp_path / "ours")))
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "worker_shim.py").write_text("raise SystemExit('the working directory is code')")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "launcher.py"), "demo", "--json", "--event=ipc"],
+        cwd=tmp_path / "cwd",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "['--requests', '16', '--json'] ipc\n"

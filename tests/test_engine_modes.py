@@ -119,13 +119,6 @@ def hands_back_what_finds_no_room(running: RunningEngine, uni: References) -> No
 # -- no packer to be had -----------------------------------------------------------------------------------------------
 
 
-def long_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a managed packer cannot listen: the path of its socket would be too long."""
-    directory = tmp_path / ("long" * 30)
-    directory.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-
-
 def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Make it so that no packer can be had, and return the settings to go with it."""
     if why == "nobody listens":
@@ -135,10 +128,10 @@ def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.Mon
     if why == "no socket":
         return {"mode": "sidecar"}
     if why == "does not start":
-        long_run_directory(tmp_path, monkeypatch)
-    elif why == "too slow":
+        return {"allowed_uids": "nobody"}
+    if why == "too slow":
         return {"start_timeout_s": 0.1}
-    elif why == "another release":
+    if why == "another release":
         monkeypatch.setattr("worker_shim.compat.SUPPORTED", ("0.29",))
     elif why == "a hook moved":
         monkeypatch.delattr("vllm_omni.diffusion.worker.diffusion_worker.WorkerProc._async_output_loop")
@@ -155,7 +148,7 @@ WHY = {
         "the key is not this packer's: give both sides the same file in the setting key_file",
     ),
     "no socket": (PackerUnavailable, "mode is 'sidecar' and the setting socket names no"),
-    "does not start": (PackerUnavailable, "did not start: socket is .*; allowed is a path of at most 107 bytes"),
+    "does not start": (PackerUnavailable, "the packer on .* did not start: allowed_uids is 'nobody'"),
     "too slow": (PackerUnavailable, "was not ready within start_timeout_s = 0.1"),
     "another release": (PackerUnavailable, "vllm-omni is .*; supported is 0.29"),
     "a hook moved": (PackerUnavailable, "WorkerProc._async_output_loop is not there"),

@@ -63,7 +63,7 @@ def test_a_packer_that_has_served_maps_no_library_of_a_framework(tmp_path, libra
 
 def test_a_managed_packer_does_not_inherit_what_the_engine_preloads_for_its_workers(tmp_path, monkeypatch):
     library = next(Path(torch.__file__).parent.glob("lib*/libgomp*.so*"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("LD_PRELOAD", str(library))
     supervisor = Supervisor(Settings())
     try:

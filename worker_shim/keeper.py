@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from packer_service import transport
 from packer_service.config import Settings
-from packer_service.errors import PackerError
+from packer_service.errors import PackerError, PackerUnavailable
 from packer_service.protocol import Welcome
 from packer_service.transport import Channel
 from worker_shim.log import get_logger
@@ -48,15 +48,25 @@ class PackerKeeper:
         self._budget = RestartBudget(settings)
         self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # why each connection ended
         self._closing = threading.Event()
+        self._device_uuid = ""  # of the first connection
         channel = arrival.connect(self._connect) if arrival else self._connect(settings.start_timeout_s)
         self.queue = PackerResultQueue(channel, mac_key, delivered, settings.hang_s, self._ends.put)
         self._thread = threading.Thread(target=self._keep, name="packer-keeper", daemon=True)
         self._thread.start()
 
     def _connect(self, timeout_s: float) -> Channel:
-        channel, self.welcome = transport.connect(
+        """Also refuses a packer of another device than the first's: the worker could not use it, nor say why not."""
+        channel, welcome = transport.connect(
             self.socket, self._key, "engine", self._session, timeout_s=timeout_s, hang_s=self._settings.hang_s
         )
+        self._device_uuid = self._device_uuid or welcome.device_uuid
+        if welcome.device_uuid != self._device_uuid:
+            channel.close()
+            raise PackerUnavailable(
+                f"packer {welcome.pid} serves {welcome.device_uuid}, and the worker runs on {self._device_uuid}:"
+                " start one there that has the worker's GPU as its device"
+            )
+        self.welcome = welcome
         return channel
 
     def _keep(self) -> None:
@@ -68,18 +78,28 @@ class PackerKeeper:
         logger.warning("the packer at %s is gone: %s", self.socket, reason)
         retries = Retries(self._budget, self._settings, self._closing, _FIRST_PAUSES_S, self._give_up)
         while retries.wait(reason):
+            before = reason
             try:
                 if self._restart is not None:
                     self._restart()
                 channel = self._connect(self._settings.handshake_timeout_s)
+                try:
+                    self.queue.attach(channel)
+                except BaseException:
+                    channel.close()
+                    raise
             except (PackerError, OSError) as error:
                 reason = str(error)
-                if self._restart is not None:
-                    retries.count_end()
-                continue
-            logger.info("the packer at %s is back: packer %d", self.socket, self.welcome.pid)
-            self.queue.attach(channel)
-            return
+            except Exception as error:  # a defect of ours; were this thread to end, nobody would use a packer again
+                reason = f"{type(error).__name__}: {error}"
+                logger.exception("the packer at %s cannot be used", self.socket)
+            else:
+                logger.info("the packer at %s is back: packer %d", self.socket, self.welcome.pid)
+                return
+            if retries.given_up and reason != before:
+                logger.error("the packer at %s still does not come back: %s", self.socket, reason)
+            if self._restart is not None:
+                retries.count_end()
 
     def _give_up(self, reason: str) -> None:
         logger.error(

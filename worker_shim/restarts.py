@@ -98,6 +98,10 @@ class Retries:
         self._limit = time.monotonic() + settings.restart_wait_s
         self._patient = budget.spend()
 
+    @property
+    def given_up(self) -> bool:
+        return self.left_s == math.inf
+
     def count_end(self) -> None:
         """A packer that was started for a try ended as well."""
         self._patient = self._patient and self._budget.spend()
@@ -106,12 +110,12 @@ class Retries:
         """Until the next try is due. False where this side closes instead."""
         if self._closing.is_set():
             return False
-        if self.left_s < math.inf:
+        if not self.given_up:
             self.left_s = self._limit - time.monotonic() if self._patient else 0.0
             if self.left_s <= 0:
                 self.left_s = math.inf
                 self._give_up(reason)
-        pause_s = self._retry_s if self.left_s == math.inf else min(next(self._pauses_s), self.left_s)
+        pause_s = self._retry_s if self.given_up else min(next(self._pauses_s), self.left_s)
         return not self._closing.wait(pause_s)
 
 

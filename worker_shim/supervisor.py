@@ -1,7 +1,7 @@
-"""Managed packers: started by the executor, ended with it, cleaned up after whoever did not end well.
+"""Managed packers: started by the executor and ended with it.
 
-They live in a directory of their own, made here with mode 0700, that holds one key and one socket a GPU. The packers
-outlive a killed engine for a moment and remove it; what both left behind is removed at the next start.
+Each runs the ``packer_service`` that this process imported, with the environment that this process had when its executor
+started, and listens in the executor's run directory.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import json
 import os
 import secrets
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import spawn
 
-import psutil
-
+import packer_service
+from packer_service import run_directory
 from packer_service.config import PACKER_SETTINGS, Settings
 from packer_service.errors import PackerUnavailable
+from packer_service.run_directory import RunDirectory
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
 
-_PREFIX = "packer-"
 _STOP_GRACE_S = 15.0
-_CLOCK_SLACK_S = 2.0  # the kernel counts a process's start in ticks since boot
+_MODULE_PATH = "MANAGED_PACKER_PATH"  # read by packer_service/__main__.py
+_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(packer_service.__file__)), "__main__.py")
+_KEY_FILE = "/proc/self/fd/0"  # a packer's standard input is a pipe with the key: no file of it is left anywhere
 # vLLM's CPU platform sets it for the engine's workers (torch's OpenMP, tcmalloc); a packer is not one of them.
 _NOT_INHERITED = ("LD_PRELOAD",)
 
@@ -40,6 +40,7 @@ class ManagedPacker:
     device: str
     socket: str
     process: subprocess.Popen[bytes] | None = None
+    device_uuid: str = ""  # of the first start
 
 
 class Supervisor:
@@ -50,9 +51,10 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        remove_stale(base)
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        # As it is now: vllm-omni sets CUDA_VISIBLE_DEVICES only while a stage starts, and a packer may start again later.
+        self._environ = {name: value for name, value in os.environ.items() if not _is_kept_from_packers(name)}
+        self._environ[_MODULE_PATH] = "\n".join(_module_path())
+        self._directory = RunDirectory.make(run_directory.bases())
         self.key = secrets.token_hex(32).encode()
         self.packers: list[ManagedPacker] = []
         self._lock = threading.Lock()
@@ -60,7 +62,7 @@ class Supervisor:
 
     def start(self, device: str) -> ManagedPacker:
         """Start a packer on ``device`` and wait until it is ready. PackerUnavailable carries the packer's own reason."""
-        packer = ManagedPacker(device, str(self.directory / f"{device.replace(':', '')}.sock"))
+        packer = ManagedPacker(device, f"{self._directory.path}/{device.replace(':', '')}.sock")
         self.packers.append(packer)
         self._run(packer)
         return packer
@@ -85,7 +87,9 @@ class Supervisor:
         finally:
             os.close(writer)
         with os.fdopen(reader, "rb") as pipe:
-            if not select.select([pipe], [], [], self._settings.start_timeout_s)[0]:
+            ready = select.poll()  # select() takes no descriptor above 1023
+            ready.register(pipe, select.POLLIN)
+            if not ready.poll(self._settings.start_timeout_s * 1000):
                 raise PackerUnavailable(
                     f"the packer on {packer.device} was not ready within"
                     f" start_timeout_s = {self._settings.start_timeout_s:g}"
@@ -94,29 +98,40 @@ class Supervisor:
         report = json.loads(line) if line else {"error": f"it died with exit code {process.wait()}"}
         if "error" in report:
             raise PackerUnavailable(f"the packer on {packer.device} did not start: {report['error']}")
+        packer.device_uuid = packer.device_uuid or report["device_uuid"]
+        if report["device_uuid"] != packer.device_uuid:
+            process.kill()
+            process.wait()
+            raise PackerUnavailable(
+                f"the packer on {packer.device} came up on {report['device_uuid']}, while this engine's worker runs on"
+                f" {packer.device_uuid}: see which GPUs the driver still lists (nvidia-smi -L)"
+            )
 
     def _spawn(self, packer: ManagedPacker, ready_fd: int) -> subprocess.Popen[bytes]:
-        key_file = self._write_key()
         given = {name: getattr(self._settings, name) for name in PACKER_SETTINGS}
-        given |= {"socket": packer.socket, "key_file": str(key_file), "device": packer.device}
+        given |= {"socket": packer.socket, "key_file": _KEY_FILE, "device": packer.device}
         options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         try:
+            self._directory.remake()
+        except OSError as error:
+            raise PackerUnavailable(
+                f"the directory {self._directory.path} of the packers' sockets cannot be made again: {error.strerror}."
+                " An engine that is started with another TMPDIR makes it there"
+            ) from error
+        key_reader, key_writer = os.pipe()
+        try:
+            os.write(key_writer, self.key)
+            os.close(key_writer)
             return subprocess.Popen(
-                [sys.executable, "-m", "packer_service", "serve", "--managed", f"--ready-fd={ready_fd}", *options],
-                env={name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+                [_python(), _PROGRAM, "serve", "--managed", f"--ready-fd={ready_fd}", *options],
+                env=self._environ,
                 pass_fds=[ready_fd],
-                stdin=subprocess.DEVNULL,
+                stdin=key_reader,
             )
         except OSError as error:
             raise PackerUnavailable(f"a packer process cannot be started: {error}") from error
-
-    def _write_key(self) -> Path:
-        """Every packer that ends removes it, with the directory if that is empty then."""
-        self.directory.mkdir(mode=0o700, exist_ok=True)
-        key_file = self.directory / "key"
-        key_file.touch(mode=0o600)
-        key_file.write_bytes(self.key)
-        return key_file
+        finally:
+            os.close(key_reader)
 
     def stop(self) -> None:
         """End every packer, politely at first, and remove the directory. Idempotent; a start under way fails."""
@@ -133,31 +148,36 @@ class Supervisor:
                 process.kill()
                 process.wait()
         self.packers.clear()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._directory.leave()
 
 
-def remove_stale(base: Path) -> None:
-    """Remove the directories of engines that are gone and whose packers are gone too (nobody listens in them)."""
-    for directory in base.glob(f"{_PREFIX}*-*"):
-        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
-        try:
-            status = directory.stat()
-            if not pid.isdecimal() or status.st_uid != os.geteuid() or _made_by(int(pid), status.st_mtime):
-                continue
-        except OSError:  # it just went away
-            continue
-        if not any(_listens(path) for path in directory.glob("*.sock")):
-            logger.info("removing %s, left by an engine that is gone", directory)
-            shutil.rmtree(directory, ignore_errors=True)
+def _is_kept_from_packers(variable: str) -> bool:
+    """Those named above, and Python's own where this process was started with ``python -E``, which ignores them."""
+    ignored = sys.flags.ignore_environment and variable.startswith("PYTHON")
+    return ignored or variable in _NOT_INHERITED
 
 
-def _made_by(pid: int, made_at: float) -> bool:
-    """Whether the process of that pid may be the one that made something then: one that started later only got its number."""
+def _module_path() -> list[str]:
+    """Where this process looks for modules, whatever it did to ``sys.path``, as in a spawned worker.
+
+    But the folders of the user's own program, the script's and the current one, come last: no file there stands in for a
+    module that only a packer needs.
+    """
     try:
-        return psutil.Process(pid).create_time() <= made_at + _CLOCK_SLACK_S
-    except psutil.NoSuchProcess:
-        return False
+        here = os.getcwd()
+    except OSError:  # it is gone
+        here = ""
+    script = getattr(sys.modules["__main__"], "__file__", None) or "."
+    own = {here, os.path.normpath(os.path.join(here, os.path.dirname(script)))}
+    found = [os.path.normpath(os.path.join(here, entry)) for entry in sys.path if isinstance(entry, str)]
+    return sorted((path for path in found if os.path.isabs(path) and "\n" not in path), key=own.__contains__)
 
 
-def _listens(path: Path) -> bool:
-    return any(line.endswith(str(path)) for line in Path("/proc/net/unix").read_text().splitlines())
+def _python() -> str:
+    """What workers are spawned with: ``sys.executable``, unless ``multiprocessing.set_executable`` says otherwise."""
+    executable = os.fsdecode(spawn.get_executable() or "")
+    if not executable:
+        raise PackerUnavailable(
+            "a packer process cannot be started: sys.executable is not set; name a Python with multiprocessing.set_executable"
+        )
+    return executable

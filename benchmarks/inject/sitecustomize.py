@@ -3,7 +3,9 @@
 import os
 import sys
 
-if os.environ.get("BENCHMARK_STEPS") and "packer_service" in sys.orig_argv:
+if os.environ.get("BENCHMARK_STEPS") and any(
+    argument.endswith(("packer_service", "packer_service/__main__.py")) for argument in sys.orig_argv
+):
     from benchmarks.stopwatch import Stopwatch
     from packer_service import worker_session
 

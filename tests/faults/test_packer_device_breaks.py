@@ -102,7 +102,7 @@ DEVICES = pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", mark
 
 @pytest.fixture
 def run_directory(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 @contextlib.contextmanager

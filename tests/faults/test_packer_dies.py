@@ -32,7 +32,7 @@ RESTART_LIMIT_S = 10.0  # the promise is 2 s; a loaded CI machine may be slower
 
 @pytest.fixture(scope="module")
 def kept(module_faults, tmp_path_factory, module_monkeypatch):
-    module_monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    module_monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("run")))
     with managed(max_restarts=RESTARTS) as kept:
         yield kept
 
@@ -225,7 +225,7 @@ def test_more_outputs_than_a_connection_holds_acks_for_wait_for_the_next_packer_
 
 
 def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once(faults, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     given = {"max_restarts": 1, "retry_s": 1.0}
     with warnings_logged() as log, managed(**given) as kept, working(kept, **given) as worker:
         first = kept.packer_pid
@@ -260,6 +260,27 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
         assert_delivered(kept, worker, again)
     assert len([line for line in log if "does not come back" in line]) == 1, log
     assert len([line for line in log if line.startswith("outputs take vllm-omni's own path")]) == 1, log
+
+
+def test_a_packer_that_comes_up_on_another_device_is_killed_and_not_used(faults, tmp_path, monkeypatch):
+    """As one would whose GPUs are counted otherwise by then. With the device back it serves again."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    given = {"max_restarts": 1000, "restart_wait_s": 0.5, "retry_s": 0.3}
+    with warnings_logged() as log, managed(**given) as kept, working(kept, **given) as worker:
+        old = kept.packer_pid
+        with faults.active("another device"):
+            kill(kept, signal.SIGKILL)
+            reason = "came up on another device, while this engine's worker runs on host"
+            wait_until(lambda: any("does not come back" in line and reason in line for line in log), "it is said")
+            worker.send({"text": "x"}, "for the own path")
+            worker.wait_handed_back(1)
+            assert kept.packer_pid is None
+        wait_until(lambda: kept.packer_pid not in (None, old), "another packer serves")
+        wait_until(lambda: not worker.exporter.broken, "the worker exports again")
+        worker.handed_back.clear()
+        worker.send({"text": "y"}, "after")
+        assert kept.wait("after") == [{"text": "y"}]
+    assert len([line for line in log if reason in line]) == 1, log
 
 
 def test_a_sticky_error_of_its_device_ends_the_packer_which_is_started_again(kept, module_faults):

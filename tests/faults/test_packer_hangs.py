@@ -31,7 +31,7 @@ def wait_another(engine: Kept, old: int) -> None:
 
 
 def test_a_stopped_managed_packer_is_noticed_killed_and_its_outputs_go_through_the_next(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with warnings_logged() as log, managed(**HANG) as engine, working(engine, **HANG) as worker:
         assert_delivered(engine, worker, send(worker, "before"))
         old = engine.packer_pid
@@ -44,7 +44,7 @@ def test_a_stopped_managed_packer_is_noticed_killed_and_its_outputs_go_through_t
 
 
 def test_a_stuck_copy_ends_the_packer_which_is_started_again_and_copies_it(tmp_path, monkeypatch, faults):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with managed(**HANG) as engine, working(engine, **HANG) as worker:
         assert_delivered(engine, worker, send(worker, "before"))
         old = engine.packer_pid

@@ -104,6 +104,22 @@ def test_a_packer_that_came_back_different_is_refused_and_outputs_take_the_own_p
         assert_delivered(engine, worker, send(worker, "after"))
 
 
+def test_a_sidecar_that_came_back_on_another_device_is_not_used_until_it_is_the_first_again(tmp_path, faults):
+    given = {**GIVEN, "restart_wait_s": 0.5, "retry_s": 0.3}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first, **given))
+        log = stack.enter_context(warnings_logged())
+        first.signal(signal.SIGTERM)
+        first.wait()
+        with faults.active("another device"), running_packer(tmp_path / "run") as second:
+            reason = f"packer {second.process.pid} serves another device, and the worker runs on host"
+            wait_until(lambda: any(reason in line for line in log), "it is said")
+            assert engine.packer_pid is None
+        successor = stack.enter_context(running_packer(tmp_path / "run"))
+        wait_until(lambda: engine.packer_pid == successor.process.pid, "the engine is connected again")
+
+
 def test_a_packer_that_never_comes_back_hands_everything_over_to_the_own_path(tmp_path):
     given = {**GIVEN, "restart_wait_s": 0.3}
     with running_packer(tmp_path / "run") as packer, kept(packer, **given) as engine:

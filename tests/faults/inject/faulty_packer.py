@@ -77,6 +77,8 @@ def _open_device(self: Any) -> None:
     if _is_set("context"):
         raise DeviceError("cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE")
     _open(self)
+    if _is_set("another device"):
+        self.uuid = "another device"
     _break_when_told(_trapped.set)
 
 

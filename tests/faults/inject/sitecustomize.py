@@ -6,7 +6,9 @@ A fault is a file in $PACKER_FAULTS, looked for each time: a test makes and remo
 import os
 import sys
 
-if os.environ.get("PACKER_FAULTS") and "packer_service" in sys.orig_argv:
+if os.environ.get("PACKER_FAULTS") and any(
+    argument.endswith(("packer_service", "packer_service/__main__.py")) for argument in sys.orig_argv
+):
     import faulty_packer
 
     faulty_packer.install()
