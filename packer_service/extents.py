@@ -6,8 +6,9 @@ Used twice: by the pool (regions of a host segment) and by the worker's arena (s
 from __future__ import annotations
 
 import bisect
+import mmap
 
-ALIGNMENT = 4096
+ALIGNMENT = max(4096, mmap.PAGESIZE)  # so that no two ranges share a page
 
 
 def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -30,7 +31,7 @@ class Extents:
         self._taken: dict[int, int] = {}  # offset -> nbytes
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` (rounded up to 4 KiB); the offset, or None where no free range is large enough."""
+        """Take ``nbytes`` (rounded up to whole pages); the offset, or None where no free range is large enough."""
         wanted = align(max(nbytes, 1))
         for index, (offset, available) in enumerate(self._free):
             if available >= wanted:

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import cast
 
@@ -47,6 +48,7 @@ class Channel:
         self._send_lock = threading.Lock()
         self._receive_us = 0  # SO_RCVTIMEO as it is set, 0 for none; the receiving thread's
         self.decoder = decoder
+        _channels.add(self)
 
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send, waiting for room. PeerClosed where the peer is gone, or makes none for the time given to ``connect``."""
@@ -165,6 +167,23 @@ class Channel:
         self.shutdown()
         with self._send_lock:  # else the descriptor's number could be somebody else's before a send got to it
             self._socket.close()
+
+    def _disown(self) -> None:
+        """In a forked child: close its copy of the descriptor, and leave the connection, which is its parent's, alone."""
+        self._send_lock = threading.Lock()  # a thread that is not here may have held it
+        self._socket.close()
+
+
+# Whoever holds a connection is alive to its peer: a packer would stay for a child of an engine that died.
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for channel in list(_channels):
+        channel._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import multiprocessing
+import os
 import secrets
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,12 @@ def unpack(output: object) -> object:
         return output
 
 
+def _in_process(pid: int, call: Callable[[], object]) -> None:
+    """Do it in that process, and not in one that it forked."""
+    if os.getpid() == pid:
+        call()
+
+
 class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     """Select it with ``distributed_executor_backend="worker_shim.PackerDiffusionExecutor"``.
 
@@ -102,9 +110,11 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     """
 
     _reply_ranks: frozenset[int] = frozenset()
+    _finalizer: weakref.finalize[..., Any]
 
     def _init_executor(self) -> None:
         open_standard_descriptors()  # for the workers and packers it starts too, which inherit them
+        self._pid = os.getpid()
         self._shutdown_lock = threading.RLock()
         self._closing = threading.Event()
         self._supervisor: Supervisor | None = None
@@ -118,6 +128,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._handoff = self._open_packers(settings)
             self._check_closing()
             super()._init_executor()
+            if self._finalizer.detach() is not None:  # a forked child must not end its parent's workers
+                self._finalizer = weakref.finalize(self, _in_process, self._pid, self._shutdown_cleaner)
             if self._closing.is_set():  # whoever said so meanwhile may have found nothing to end
                 self.shutdown()
                 self._check_closing()
@@ -344,7 +356,10 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first.
 
         While the executor still looks for packers this only ends that search: the thread that starts it closes what it opened.
+        A forked child's copy ends nothing: all of that is its parent's.
         """
+        if os.getpid() != self._pid:
+            return
         self._closing.set()
         if not hasattr(self, "_closed"):  # vllm-omni's own start makes it
             return

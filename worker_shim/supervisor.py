@@ -59,6 +59,7 @@ class Supervisor:
         self.packers: list[ManagedPacker] = []
         self._lock = threading.Lock()
         self._stopped = False
+        self._pid = os.getpid()
 
     def start(self, device: str) -> ManagedPacker:
         """Start a packer on ``device`` and wait until it is ready. PackerUnavailable carries the packer's own reason."""
@@ -134,7 +135,12 @@ class Supervisor:
             os.close(key_reader)
 
     def stop(self) -> None:
-        """End every packer, politely at first, and remove the directory. Idempotent; a start under way fails."""
+        """End every packer, politely at first, and remove the directory. Idempotent; a start under way fails.
+
+        A forked child's copy ends nothing: the packers are its parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._stopped = True
         processes = [packer.process for packer in self.packers if packer.process is not None]
