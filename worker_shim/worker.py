@@ -32,6 +32,7 @@ from worker_shim.export_device import open_export_device
 from worker_shim.handoff import Handoff
 from worker_shim.log import get_logger
 from worker_shim.placeholder import replace_in_reply
+from worker_shim.shm_room import NoRoom, Rings, pack_into_what_is_free, reserve_message
 from worker_shim.skeleton import tensors_nbytes
 
 logger = get_logger(__name__)
@@ -109,6 +110,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 
     def _create_worker(self, gpu_id: int, *args: Any, **kwargs: Any) -> Any:
         """The worker as vllm-omni makes it, then the connection: the device exists now, and the export thread not yet."""
+        rings = Rings([self.mq, self.result_mq])
+        rings.reserve_small()
+        pack_into_what_is_free(rings)
         worker = super()._create_worker(gpu_id, *args, **kwargs)
         if gpu_id in self.handoff.ranks:
             try:
@@ -200,6 +204,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                 replace_in_reply(reply, functools.partial(self._replace, staged))
             super()._return_result(reply, rpc_id)
             sent = True
+        except NoRoom:
+            unpack_diffusion_output_shm(reply)  # nobody else removes its named SHM
+            raise
         finally:
             for one in staged:
                 self._pass_on(one, sent)
@@ -220,6 +227,12 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             self._async_output_pending += 1
         staged.append(one)
         return DiffusionOutput(async_output_id=output_id, finished=output.finished)
+
+    def _enqueue_result(self, msg: Any) -> None:
+        """vllm-omni's own, with pages for the message: see Note [A full /dev/shm]."""
+        with self._result_mq_lock:
+            reserve_message(self.result_mq, msg)
+            self.result_mq.enqueue(msg)
 
     def _stage(self, output: DiffusionOutput | BatchRunnerOutput, output_id: str) -> Staged | None:
         if self.exporter is None:
@@ -315,8 +328,8 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         message = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=job.output_id, output=output)
         try:
             self._send_ready(message)
-        except Exception:
-            if not fail_unpicklable(output, pickle.dumps):
+        except Exception as error:
+            if isinstance(error, NoRoom) or not fail_unpicklable(output, pickle.dumps):
                 unpack_diffusion_output_shm(output)  # nobody else removes its named SHM
                 raise
             self._send_ready(message)
