@@ -128,6 +128,20 @@ def test_an_output_for_which_the_pool_has_no_room_arrives_all_the_same(idle, uni
     assert wait_settled(idle)["overflow_left"] == TIGHT["overflow_max_bytes"]
 
 
+def test_a_forked_child_that_ends_its_copy_of_the_engine_ends_nothing_of_its_parents(idle, uni):
+    kept, workers, packer = outputs(idle, *images(1)), list(idle.executor._processes), packer_pid(idle)
+    child = os.fork()
+    if not child:
+        try:
+            idle.executor._finalizer()  # what the garbage collector and the end of Python call
+            idle.executor.shutdown()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_same([*kept, *outputs(idle, *images(2))], uni(*images(1, 2)))
+    assert (list(idle.executor._processes), packer_pid(idle)) == (workers, packer)
+
+
 def test_neighbours_of_an_output_without_room_are_delivered(idle, uni):
     kept = outputs(idle, *images(*range(4)))  # one more fits
     requests = [*images(4, 5), {"seed": 6}]
