@@ -102,13 +102,23 @@ def test_it_dies_of_a_signal_like_a_spawned_one(tmp_path):
         assert process.exitcode == -signal.SIGKILL
 
 
-def test_where_a_variable_differs_that_an_import_may_have_read_it_is_spawned(tmp_path, monkeypatch):
-    with zygote.forked_workers(), started(tmp_path / "one"):
-        pass
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    with zygote.forked_workers(), started(tmp_path / "other") as (process, found):
-        assert str(zygote.__file__) not in Path(f"/proc/{process.pid}/cmdline").read_text()
-        assert found["environment"]["VLLM_LOGGING_LEVEL"] == "DEBUG"
+def test_an_environment_in_which_an_import_may_go_another_way_has_a_zygote_of_its_own(tmp_path, monkeypatch):
+    def zygote_of_the_next() -> set[int]:
+        before = zygote.pids()
+        with zygote.forked_workers(), started(tmp_path / "ended") as (_, found):
+            assert found["environment"].get("NUMEXPR_MAX_THREADS") == os.environ.get("NUMEXPR_MAX_THREADS")
+        return zygote.pids() - before
+
+    monkeypatch.setattr(zygote, "_zygotes", {})
+    monkeypatch.setattr(zygote, "PRELOADED", ("json",))
+    assert zygote_of_the_next()
+    monkeypatch.setenv("PACKER_WAIT_S", "8")
+    assert not zygote_of_the_next()
+    monkeypatch.setenv("NUMEXPR_MAX_THREADS", "3")
+    assert zygote_of_the_next()
+    assert not zygote_of_the_next()
+    for each in zygote._zygotes.values():
+        each.end()
 
 
 def test_outside_of_it_processes_are_spawned_and_what_is_no_spawned_process_is_never_forked(tmp_path):

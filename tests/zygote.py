@@ -3,10 +3,10 @@
 multiprocessing starts a spawned process by running a command. While `forked_workers` lasts, that command is run in a fork of
 the zygote: a process that has imported a worker's modules and done nothing else. Everything after that is multiprocessing's
 own: the process gets what spawn gives it (environment, directory, module path, descriptors; the rest through spawn's pipe),
-and is a child of this process like any other. Where that would not be the same, it is a real spawn after all: on a GPU, and
-where a variable differs that a module or a library may have read while the zygote imported it.
+and is a child of this process like any other. Where a variable differs that a module or a library may have read while the
+zygote imported it, there is another zygote. Beside a GPU every worker is spawned after all.
 
-The zygote is a child of this process, starts with the first worker, and ends when this process does.
+A zygote is a child of this process, starts with the first worker, and ends when this process does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import json
 import os
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing import popen_spawn_posix, spawn, util
 from typing import Any
 
@@ -32,8 +31,11 @@ from worker_shim.demo.engine import nvidia_gpus
 
 GPUS = nvidia_gpus()
 PRELOADED = ("worker_shim.worker", "vllm_omni.diffusion.diffusion_engine")
-_READ_LATER = re.compile("PACKER_|PIPELINE_|PYTEST_|PYTHONPATH$|TMPDIR$|XDG_RUNTIME_DIR$")
+_READ_LATER = re.compile(
+    "PACKER_|PIPELINE_|PYTEST_|PYTHONPATH$|TMPDIR$|XDG_RUNTIME_DIR$|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 """Variables that no module reads when it is imported, and the module path, which spawn sends: they may differ."""
+_MOST_ZYGOTES = 2  # before and after a worker in the test's own process (`uni`), which leaves variables of vllm's there
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_BYTES = 1 << 20
 
@@ -42,19 +44,16 @@ class _Zygote:
     """The test process's end. One thread at a time."""
 
     def __init__(self) -> None:
-        self._environment = _fixed(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *PRELOADED]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        atexit.register(self._end)
+        atexit.register(self.end)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._socket.close()
         self.process.wait()
-
-    def can_start(self) -> bool:
-        return self._environment == _fixed(os.environ) and self.process.poll() is None
+        atexit.unregister(self.end)
 
     def start(self, command: list[str], fds: tuple[int, ...]) -> int:
         """The pid of a new child of this process, in which ``command``, a spawned process's, runs with these descriptors."""
@@ -70,23 +69,26 @@ class _Zygote:
         return int(answer)
 
 
-def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not _READ_LATER.match(name)}
-
-
 def _set_subreaper(on: bool) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-@functools.cache
+_zygotes: dict[frozenset[tuple[str, str]], _Zygote] = {}  # by what they found in their environment, the latest last
+
+
 def _zygote() -> _Zygote:
-    return _Zygote()
+    """One that imported in the environment of now."""
+    found = frozenset(item for item in os.environ.items() if not _READ_LATER.match(item[0]))
+    _zygotes[found] = _zygotes.pop(found, None) or _Zygote()
+    if len(_zygotes) > _MOST_ZYGOTES:
+        _zygotes.pop(next(iter(_zygotes))).end()
+    return _zygotes[found]
 
 
 def pids() -> set[int]:
-    """The zygote's, which is no engine's and outlives them all."""
-    return {_zygote().process.pid} if _zygote.cache_info().currsize else set()
+    """The zygotes', which are no engine's."""
+    return {each.process.pid for each in _zygotes.values()}
 
 
 @contextlib.contextmanager
@@ -96,7 +98,7 @@ def forked_workers() -> Iterator[None]:
 
     def start(path: Any, command: list[Any], fds: Any) -> int:
         words = [os.fsdecode(word) for word in command]
-        if "--multiprocessing-fork" in words and not GPUS and _zygote().can_start():
+        if "--multiprocessing-fork" in words and not GPUS:
             return _zygote().start(words, tuple(sorted(map(int, fds))))
         return spawned(path, command, fds)
 
@@ -153,7 +155,7 @@ def _place(fds: list[int], numbers: list[int]) -> None:
 def _main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     before = dict(os.environ)
-    for module in PRELOADED:
+    for module in sys.argv[2:]:
         __import__(module)
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
@@ -174,6 +176,7 @@ def _main() -> None:
     except SystemExit as end:
         # As at any end, but for the modules: to take torch and vllm-omni apart would first copy all of the zygote's memory.
         atexit._run_exitfuncs()
+        gc.collect()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code)
