@@ -14,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo 'make demo    outputs of several sizes through the real vllm-omni engine and a packer, every byte verified'
-	@echo 'make test    the tests                       (ARGS="-k name -x" goes to pytest)'
+	@echo 'make test    the tests, a file on each core  (ARGS="-k name -x" goes to pytest; ARGS=-n0: in one process)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make bench   the benchmarks                  (ARGS="--help" lists them)'
 	@echo
@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(VENV)/bin/packer-service demo $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest tests $(ARGS)
+	$(VENV)/bin/python -m pytest tests --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import zygote
 from engine_harness import RunningEngine, engine
 from packer_process import wait_until
 
@@ -27,17 +28,21 @@ GPUS = nvidia_gpus()
 DEVICE = "cuda:0" if GPUS else "host"
 MIB = 1 << 20
 DEADLINE_S = 60.0
+POOL = {"pool_bytes": 256 * MIB}  # what no test fills; to touch the default's GiB takes a second
 
 
 def packer_engine(
     pipeline: str = "RequestPipeline", packer: dict[str, Any] | None = None, **config: Any
 ) -> AbstractContextManager[RunningEngine]:
     """An engine on PackerDiffusionExecutor whose worker answers ``exporter_state``; ``packer`` are settings."""
+    settings = packer or {}
+    if isinstance(settings, dict) and "PACKER_POOL_BYTES" not in os.environ:
+        settings = {**POOL, **settings}
     return engine(
         "worker_shim.PackerDiffusionExecutor",
         pipeline,
         worker_extension_cls="worker_probe.WorkerProbe",
-        additional_config={"packer": packer or {}},
+        additional_config={"packer": settings},
         **config,
     )
 
@@ -238,13 +243,13 @@ def mapped_elsewhere(names: set[str]) -> set[str]:
 
 
 def children() -> set[int]:
-    """Every process below this one but multiprocessing's resource tracker, which lives as long as this one."""
+    """Every process below this one but multiprocessing's resource tracker and the zygote, which live as long as this one."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
                 found.add(process.pid)
-    return found
+    return found - zygote.pids()
 
 
 class Residue:

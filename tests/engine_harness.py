@@ -1,11 +1,18 @@
-"""The engine of ``worker_shim.demo.engine`` with the pipelines of tests/pipelines.py, named by class."""
+"""The engine of ``worker_shim.demo.engine`` with the pipelines of tests/pipelines.py, named by class.
+
+In a test process its workers start by fork (see zygote.py). What does not come through here, as the soak, the chaos and the
+benchmarks, and whatever runs in a process of its own, has its workers spawned as users do.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from zygote import forked_workers
 
 from worker_shim.demo.engine import BATCH, STEP, STREAM, Result, RunningEngine
 from worker_shim.demo.engine import engine as _engine
@@ -13,10 +20,14 @@ from worker_shim.demo.engine import engine as _engine
 __all__ = ["BATCH", "STEP", "STREAM", "Result", "RunningEngine", "engine"]
 
 
-def engine(backend: str, pipeline: str, **config: Any) -> AbstractContextManager[RunningEngine]:
+@contextmanager
+def engine(backend: str, pipeline: str, **config: Any) -> Iterator[RunningEngine]:
     """A running engine, closed at the end of the block; ``pipeline`` is a class of tests/pipelines.py."""
     _freeze_modules()
-    return _engine(backend, f"pipelines.{pipeline}", **config)
+    with ExitStack() as stack:
+        with forked_workers():
+            running = stack.enter_context(_engine(backend, f"pipelines.{pipeline}", **config))
+        yield running
 
 
 @functools.cache

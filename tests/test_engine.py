@@ -358,10 +358,12 @@ def test_after_many_requests_nothing_is_pending_and_the_device_is_given_back_whe
     assert_same(outputs(running, {"seed": 5, **LARGE}), uni({"seed": 5, **LARGE}))
 
 
-def test_a_wait_for_the_device_ends_when_outputs_in_flight_are_delivered(single, uni):
+def test_a_wait_for_the_device_ends_when_outputs_in_flight_are_delivered(single, uni, monkeypatch):
     requests = [{"seed": seed, **LARGE} for seed in range(8)]
     made = [single.request(**request) for request in requests]
+    sizes, states = batch_sizes(single, monkeypatch), single.diffusion_engine.scheduler._request_states
     futures = [single.submit(one) for one in made]
+    wait_until(lambda: sum(sizes) == 8 and not states, "no forward is to come")
     single.diffusion_engine.collective_rpc("synchronize_device", timeout=60, kwargs={"timeout": 60.0})
     assert exporter_state(single)["pending"] == 0
     assert_same([future.result(60).output for future in futures], uni(*requests))

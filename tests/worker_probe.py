@@ -6,6 +6,7 @@ vllm_omni.
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -17,16 +18,19 @@ from worker_shim.worker import PackerWorkerProc
 class WorkerProbe(CustomPipelineWorkerExtension):
     """Called with ``collective_rpc``, on the worker's main thread, between forwards."""
 
+    @functools.cached_property
+    def _proc(self) -> PackerWorkerProc | None:
+        return next((thing for thing in gc.get_objects() if issubclass(type(thing), PackerWorkerProc)), None)
+
     def exporter_state(self) -> dict[str, Any]:
         """What is out and what it holds; empty where this worker has no exporter."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), PackerWorkerProc) and (exporter := thing.exporter) is not None:
-                exporter.take_acks()
-                return {
-                    "pending": len(exporter._pending),
-                    "arena_idle": exporter._arena.idle,
-                    "arena_bytes": exporter._arena.nbytes,
-                    "overflow_left": exporter._overflow_left,
-                    "broken": exporter.broken,
-                }
-        return {}
+        if self._proc is None or (exporter := self._proc.exporter) is None:
+            return {}
+        exporter.take_acks()
+        return {
+            "pending": len(exporter._pending),
+            "arena_idle": exporter._arena.idle,
+            "arena_bytes": exporter._arena.nbytes,
+            "overflow_left": exporter._overflow_left,
+            "broken": exporter.broken,
+        }

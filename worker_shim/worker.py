@@ -8,6 +8,7 @@ done before, and what fails later is caught, sent as OUTPUT_READY with an error,
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import pickle
 import queue
@@ -416,6 +417,8 @@ def worker_main(*args: Any, handoff: Handoff, refusals: Connection, late: Connec
     vllm-omni's executor only learns that a worker ended; why it refused to start goes through ``refusals``.
     """
     open_standard_descriptors()
+    # Only modules are there yet. vllm-omni's shutdown collects garbage five times, and each would walk all of them.
+    gc.freeze()
     main = diffusion_worker.WorkerProc.worker_main
     diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff, "late": late})
     try:
