@@ -21,6 +21,11 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def create_memfd(name: str, nbytes: int) -> int:
@@ -47,6 +52,24 @@ def check_memfd(fd: int, nbytes: int) -> None:
         raise ProtocolError(f"a peer's memfd holds {os.fstat(fd).st_size} bytes, not the {nbytes} it announced")
 
 
+def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
+    """Map ``nbytes`` of ``fd``, which may be closed then. The mapping lives for as long as anything looks into it.
+
+    ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python has memory of
+    nobody's, and with it all the care of who looks into it, and the memfd takes that memory's place.
+    """
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    place, readable = address_of(mapping), mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(place, nbytes, readable, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return mapping
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Where it starts in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
 class SharedMemory:
     """One mapped memfd. Owns the mapping and, where it was created here, the descriptor to send; ``close()`` gives both back.
 
@@ -57,8 +80,8 @@ class SharedMemory:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self.buffer = mmap.mmap(fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self.buffer = map_memfd(fd, nbytes)
+        self.address = address_of(self.buffer)
         self._closed = False
 
     @classmethod

@@ -69,7 +69,7 @@ _LEAVE_S = 0.5
 _COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
-MAX_ARENAS = 1024  # chunks of one worker: each is a mapping, and on the host device a descriptor
+MAX_ARENAS = 1024  # chunks of one worker: each is a mapping
 _LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers
 _BUSY_POLL_S = 0.001
 

@@ -94,7 +94,9 @@ class Packer:
             )
         os.close(writer)
         with os.fdopen(reader, "rb") as pipe:
-            assert select.select([pipe], [], [], DEADLINE_S)[0], "the packer neither started nor said why not"
+            ready = select.poll()
+            ready.register(pipe, select.POLLIN)
+            assert ready.poll(DEADLINE_S * 1000), "the packer neither started nor said why not"
             self.report = json.loads(pipe.readline() or b"{}")
 
     @property

@@ -349,6 +349,19 @@ def test_large_numpy_arrays_travel_in_one_memfd_that_is_gone_with_the_last_of_th
     assert not mapped()
 
 
+def test_outputs_that_are_kept_keep_no_descriptor(worker, engine):
+    def kept(number: int) -> object:
+        worker.send({"a": np.arange(MIB)}, f"output-{number}")
+        return engine.output(f"output-{number}")
+
+    got = [kept(0)]
+    before = len(os.listdir("/proc/self/fd"))
+    got += [kept(number) for number in range(1, 6)]
+    worker.wait_settled(*(f"output-{number}" for number in range(6)))
+    assert len(os.listdir("/proc/self/fd")) <= before  # the worker's own memfd is in this process too, until the ack
+    assert all(int(one["a"][-1]) == MIB - 1 for one in got)
+
+
 def test_a_payload_too_large_for_a_message_travels_in_memory(worker, engine):
     output = {
         "prompt": "ü" * protocol.MAX_MESSAGE_BYTES,

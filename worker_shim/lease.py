@@ -19,7 +19,6 @@ A forked child keeps the leases that it inherits: see Note [What a forked child 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import queue
@@ -32,7 +31,7 @@ import numpy as np
 
 from packer_service.errors import PeerClosed, ProtocolError
 from packer_service.extents import align
-from packer_service.memory import SharedMemory, check_memfd
+from packer_service.memory import SharedMemory, address_of, check_memfd, map_memfd
 from packer_service.protocol import MAX_PIECES, Lease, Release, Segment
 from packer_service.transport import Channel
 from worker_shim import fork
@@ -238,9 +237,9 @@ def map_host_arrays(fds: list[int], nbytes: int) -> mmap.mmap:
     fd = fds.pop()
     try:
         check_memfd(fd, nbytes)
-        mapping = mmap.mmap(fd, nbytes)
+        mapping = map_memfd(fd, nbytes)
         # Nobody else writes to it, so that a private mapping is all that a fork needs.
-        fork.make_private(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), nbytes, fd, 0)
+        fork.make_private(address_of(mapping), nbytes, fd, 0)
         return mapping
     finally:
         os.close(fd)

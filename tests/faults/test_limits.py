@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packer_process import (
     MIB,
@@ -25,6 +26,7 @@ from packer_process import (
     wait_until,
 )
 
+from packer_service import transport
 from packer_service.errors import DeviceError, PackerError
 from packer_service.protocol import Ack, Nack
 
@@ -42,7 +44,7 @@ from engine_checks import (  # noqa: E402
     run_directories,
     warnings_logged,
 )
-from sides import FLOATS, EngineSide, working  # noqa: E402
+from sides import FLOATS, EngineSide, managed, working  # noqa: E402
 from test_skeleton import content  # noqa: E402
 from vllm_omni.diffusion.data import DiffusionOutput  # noqa: E402
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_output_shm  # noqa: E402
@@ -241,6 +243,25 @@ def test_at_its_descriptor_limit_a_packer_turns_peers_away_and_serves_those_it_h
         resource.prlimit(packer.process.pid, resource.RLIMIT_NOFILE, before)
         with session(packer) as (another, its_worker):
             transfer(another, its_worker)
+
+
+def test_in_a_process_with_more_than_1023_open_files_a_packer_is_started_and_started_again(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    open_files = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while open_files[-1] < 1024:
+            open_files.append(os.dup(open_files[0]))
+        with managed() as kept, working(kept) as worker:
+            for number in range(2):
+                worker.send([torch.ones(FLOATS), np.ones(FLOATS)], f"output-{number}")
+                kept.wait(f"output-{number}")
+                worker.wait_settled(f"output-{number}")
+                if not number:
+                    os.kill(kept.packer_pid, signal.SIGKILL)
+    finally:
+        transport.close_fds(open_files)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("what", ["socket", "directory"])
