@@ -52,6 +52,7 @@ class EngineSession:
                 try:
                     received = self._channel.receive()
                 except DescriptorLost as error:  # no message of an engine needs one
+                    self._channel.skip()
                     received = error.message, []
                 assert received is not None
                 message, fds = received
@@ -61,6 +62,11 @@ class EngineSession:
                     continue
                 if isinstance(message, Describe):
                     self._send(Described(message.output, self._describe(message.output)))
+                    continue
+                if isinstance(message, protocol.SegmentLost):
+                    with self._lock:
+                        self._announced.discard(message.segment)
+                    self.announce_segments()
                     continue
                 assert isinstance(message, protocol.Release)
                 for lease in message.leases:

@@ -22,14 +22,14 @@ class ProtocolError(PackerError):
 
 
 class DescriptorLost(ProtocolError):
-    """A good ``message`` came without its descriptor, because this process may open no more: not the peer's fault.
+    """A good ``message`` is there, and its descriptor finds no room, for this process may open no more: not the peer's fault.
 
     A ProtocolError for whoever cannot do without the descriptor; the packer catches it first and fails one output.
     """
 
     def __init__(self, message: Any) -> None:
         super().__init__(
-            f"the descriptor of a {type(message).__name__} was lost, this process has too many open files:"
+            f"the descriptor of a message ({type(message).__name__}) finds no room, this process has too many open files:"
             " raise its limit (systemd LimitNOFILE, ulimit -n)"
         )
         self.message = message

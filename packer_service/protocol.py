@@ -6,7 +6,7 @@ ever, so that peers of different versions can tell each other so.
 
     worker                      packer                       engine
       |-- Hello / Welcome ------->|<------- Hello / Welcome -----|
-      |-- MapTimeline +fd ------->|-- Segment +fd -------------->|   at the start, and when the pool grows
+      |-- MapTimeline +fd ------->|-- Segment +fd -------------->|   at the start, when the pool grows, and after SegmentLost
       |-- MapAcks +fd ----------->|                              |   at the start
       |-- MapArena -------------->|                              |   when the arena grows
       |-- Export ---------------->|                              |   main thread: the device copy may start
@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from packer_service.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_FDS = 1
 MAX_PIECES = 1024
@@ -227,6 +227,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
+class SegmentLost(Message, frozen=True):
+    """Engine to packer: the memfd of this segment could not be taken; send it again."""
+
+    segment: Number
+
+
 class OutputComing(Message, frozen=True):
     """Packer to engine: this output is being copied into what will be these leases; put it together meanwhile.
 
@@ -279,7 +285,7 @@ HandshakeFromServer = Challenge | Welcome | Refused
 HandshakeFromClient = Hello
 FromWorker = MapTimeline | MapAcks | MapArena | UnmapArena | Export | Skeleton | Withdraw | Fail | Probe | Ping
 ToWorker = Ack | Nack | Probed | Unmapped | Refused | Pong
-FromEngine = Release | Describe | Ping
+FromEngine = Release | Describe | SegmentLost | Ping
 ToEngine = Segment | SegmentGone | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong
 
 _encoder = msgspec.msgpack.Encoder()

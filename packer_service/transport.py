@@ -3,10 +3,17 @@
 Note [Why SEQPACKET]
 A datagram arrives whole or not at all: no partial frame to wait for, no length prefix to distrust, a send that does not
 block either happened or did not, and a descriptor cannot be separated from the message it belongs to.
+
+Note [A descriptor that finds no room]
+Where this process may open no more, the kernel hands out a message without its descriptor, and that is gone. A look at the
+message (MSG_PEEK) hands out a duplicate: where that finds no room, the message is still there, descriptor and all. So each
+message is looked at, and taken once everything that belongs to it is here. Whoever receives decides what becomes of one that
+cannot be had now: it tries again later, or takes it without (``skip``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import os
 import socket
@@ -32,6 +39,8 @@ from packer_service.protocol import Challenge, Decoder, Hello, Message, Refused,
 _UCRED = struct.Struct("3i")
 _FD = struct.Struct("i")
 _TIMEVAL = struct.Struct("ll")
+_recv = ctypes.PyDLL(None, use_errno=True).recv  # keeps the GIL: for calls that do not wait
+_recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _ANCILLARY_BYTES = socket.CMSG_LEN(protocol.MAX_FDS * _FD.size)
 
 
@@ -91,14 +100,15 @@ class Channel:
         """The next message and its descriptors, which are the caller's to close. None where none came in time.
 
         Raises PeerClosed at the end of the stream and ProtocolError for anything that is not an allowed message;
-        DescriptorLost for a message whose descriptor found no room in this process's table.
+        DescriptorLost for a message whose descriptor finds no room in this process's table. That message is still the next:
+        see Note [A descriptor that finds no room].
         """
         try:
             try:
-                data, fds, flags = self._receive(timeout_s)
+                data, fds, flags = self._look(timeout_s)
             except ConnectionResetError:
                 # Said once, of a peer that died with unread messages of ours; its own are still there.
-                data, fds, flags = self._receive(timeout_s)
+                data, fds, flags = self._look(timeout_s)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -107,6 +117,8 @@ class Channel:
             # The kernel says MSG_CTRUNC both where more descriptors came than we take and where our table is full. In the
             # first case it still delivers as many as we take, in the second it stops at the first that finds no place.
             lost = bool(flags & socket.MSG_CTRUNC) and len(fds) < protocol.MAX_FDS
+            if not lost:
+                self.skip()
             if flags & socket.MSG_TRUNC or (flags & socket.MSG_CTRUNC and not lost):
                 raise ProtocolError(
                     f"a message exceeds {protocol.MAX_MESSAGE_BYTES} bytes or {protocol.MAX_FDS} descriptor"
@@ -121,13 +133,17 @@ class Channel:
             close_fds(list(fds))
             raise
 
-    def _receive(self, timeout_s: float | None) -> tuple[bytes, list[int], int]:
-        """One message, its descriptors and flags. BlockingIOError where none came in time.
+    def skip(self) -> None:
+        """Take the next message, which was looked at: what of it is not here yet is lost."""
+        _recv(self._socket.fileno(), None, 0, socket.MSG_DONTWAIT)  # of a message, what does not fit is dropped
+
+    def _look(self, timeout_s: float | None) -> tuple[bytes, list[int], int]:
+        """The next message, its descriptors and flags. BlockingIOError where none came in time.
 
         The time is the kernel's to keep (SO_RCVTIMEO, rounded up to its ticks): one call that waits and receives lets go of
         the GIL once, poll and recvmsg twice; setsockopt keeps it.
         """
-        how = socket.MSG_CMSG_CLOEXEC
+        how = socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK
         if timeout_s is not None and timeout_s <= 0:
             how |= socket.MSG_DONTWAIT
         else:

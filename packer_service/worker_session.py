@@ -153,6 +153,7 @@ class WorkerSession:
                 try:
                     received = self._channel.receive()
                 except DescriptorLost as error:
+                    self._channel.skip()
                     received, lost = (error.message, []), error
                 assert received is not None
                 message, fds = received

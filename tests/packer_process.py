@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import signal
@@ -66,6 +68,21 @@ def wait_stopped(pid: int) -> None:
         return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     wait_until(all_stopped, f"process {pid} stops")
+
+
+@contextlib.contextmanager
+def full_table(pid: int) -> Iterator[None]:
+    """That process can open nothing more within the block."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    if pid == os.getpid():  # os.listdir's own is gone
+        taken = {number for number in taken if os.path.exists(f"/proc/self/fd/{number}")}
+    free = next(number for number in itertools.count() if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 class Packer:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from packer_process import DEADLINE_S, MIB, Worker, running_packer, wait_until
+from packer_process import DEADLINE_S, MIB, Worker, full_table, running_packer, wait_until
 
 from packer_service import protocol
 from packer_service.errors import HandshakeError, PackerUnavailable
@@ -48,7 +48,7 @@ from test_skeleton import (  # noqa: E402
     tensors,
 )
 
-from worker_shim import skeleton  # noqa: E402
+from worker_shim import receiver, skeleton  # noqa: E402
 from worker_shim.export_device import HostExportDevice, Signal  # noqa: E402
 from worker_shim.receiver import Delivered  # noqa: E402
 
@@ -360,6 +360,82 @@ def test_outputs_that_are_kept_keep_no_descriptor(worker, engine):
     worker.wait_settled(*(f"output-{number}" for number in range(6)))
     assert len(os.listdir("/proc/self/fd")) <= before  # the worker's own memfd is in this process too, until the ack
     assert all(int(one["a"][-1]) == MIB - 1 for one in got)
+
+
+def test_with_a_full_descriptor_table_outputs_arrive_all_the_same(worker, engine):
+    outs = [{"a": np.arange(10_000) + number, "b": torch.ones(FLOATS)} for number in range(16)]
+    for number, output in enumerate(outs):
+        worker.send(output, f"output-{number}")
+    worker.wait_settled(*(f"output-{number}" for number in range(16)))
+    with full_table(os.getpid()):
+        for number, output in enumerate(outs):
+            assert_same(engine.output(f"output-{number}"), output)
+
+
+@contextlib.contextmanager
+def no_room_at_all(engine: EngineSide) -> Iterator[None]:
+    """The table is full, and somebody took the descriptor that the engine's end keeps for this."""
+    engine._spare.give()
+    with full_table(os.getpid()):
+        yield
+
+
+def test_outputs_that_find_no_room_in_the_engines_table_wait_for_it_and_none_is_lost(worker, engine, monkeypatch):
+    lines = []
+    monkeypatch.setattr(receiver.logger, "error", lambda *line: lines.append(line))
+    outs = [{"a": np.arange(10_000) + number} for number in range(3)]
+    for number, output in enumerate(outs):
+        worker.send(output, f"output-{number}")
+    worker.wait_settled(*(f"output-{number}" for number in range(3)))
+    with ThreadPoolExecutor(1) as background:
+        with no_room_at_all(engine):
+            first = background.submit(engine.output, "output-0")
+            wait_until(lambda: lines, "it says that it waits")
+            assert not first.done()
+        assert_same(first.result(DEADLINE_S), outs[0])
+        assert len(lines) == 1
+    for number in (1, 2):
+        assert_same(engine.output(f"output-{number}"), outs[number])
+
+
+def test_an_output_that_finds_no_room_for_long_fails_with_the_limit_to_raise_and_the_next_arrive(
+    worker, engine, monkeypatch
+):
+    monkeypatch.setattr(receiver, "_ROOM_S", 0.1)
+    worker.send([torch.ones(FLOATS)], "before")
+    assert_same(engine.output("before"), [torch.ones(FLOATS)])
+    outs = {"lost": {"a": np.arange(10_000)}, "lost too": {"a": np.arange(10_000)}, "no descriptor": ["text"]}
+    for output_id, output in outs.items():
+        worker.send(output, output_id)
+        worker.wait_settled(output_id)
+    with no_room_at_all(engine):
+        for output_id in ("lost", "lost too"):
+            received = engine.next()
+            assert received.output_id == output_id
+            assert "ulimit -n" in received.error
+        assert_same(engine.output("no descriptor"), ["text"])
+    worker.send({"a": np.arange(10_000)}, "arrives")
+    assert_same(engine.output("arrives"), {"a": np.arange(10_000)})
+    del received
+    engine.wait_no_lease()
+    assert not engine.broken
+
+
+def test_a_segment_that_finds_no_room_for_long_costs_what_lies_in_it_until_there_is_room(packer, monkeypatch):
+    monkeypatch.setattr(receiver, "_ROOM_S", 0.1)
+    with contextlib.closing(EngineSide(packer)) as engine, working(engine, packer) as worker:
+        worker.send([torch.ones(FLOATS)], "lost")
+        worker.wait_settled("lost")
+        worker.send({"text": "no segment"}, "small")
+        worker.wait_settled("small")
+        with no_room_at_all(engine):
+            received = engine.next()
+            assert received.output_id == "lost"
+            assert "ulimit -n" in received.error
+            assert_same(engine.output("small"), {"text": "no segment"})
+        worker.send([torch.ones(FLOATS)], "arrives")
+        assert_same(engine.output("arrives"), [torch.ones(FLOATS)])
+        engine.wait_no_lease()
 
 
 def test_a_payload_too_large_for_a_message_travels_in_memory(worker, engine):

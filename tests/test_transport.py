@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
-from packer_process import DEADLINE_S, wait_until
+from packer_process import DEADLINE_S, full_table, wait_until
 
 from packer_service import protocol, transport
 from packer_service.errors import (
+    DescriptorLost,
     HandshakeError,
     PackerAbsent,
     PackerError,
@@ -25,8 +26,8 @@ from packer_service.errors import (
     PeerClosed,
     ProtocolError,
 )
-from packer_service.memory import create_memfd
-from packer_service.protocol import Ack, Challenge, Export, MapTimeline, Refused, Release, Welcome
+from packer_service.memory import SharedMemory, create_memfd
+from packer_service.protocol import Ack, Challenge, Export, MapTimeline, Refused, Release, UnmapArena, Welcome
 from packer_service.transport import Channel
 
 KEY, SESSION = b"k" * 32, "session-1"
@@ -313,6 +314,35 @@ def test_more_descriptors_than_a_message_may_carry_are_refused_and_closed():
         socket.send_fds(worker._socket, [protocol.encode(MapTimeline())], [0] * 3)
         with pytest.raises(ProtocolError, match="descriptor"):
             packer.receive(DEADLINE_S)
+        assert open_fds() == before
+
+
+def test_a_message_whose_descriptor_finds_no_room_stays_until_there_is_some():
+    with channel_pair() as (worker, packer), contextlib.closing(SharedMemory.create("test", 4096)) as memory:
+        worker.send(MapTimeline(), memory.fd)
+        worker.send(UnmapArena(7))
+        with full_table(os.getpid()):
+            for _ in range(2):
+                with pytest.raises(DescriptorLost, match="ulimit -n") as lost:
+                    packer.receive(DEADLINE_S)
+                assert lost.value.message == MapTimeline()
+        message, fds = packer.receive(DEADLINE_S)
+        assert message == MapTimeline()
+        assert os.fstat(fds[0]).st_size == 4096
+        transport.close_fds(fds)
+        assert packer.receive(DEADLINE_S) == (UnmapArena(7), [])
+
+
+def test_a_message_whose_descriptor_finds_no_room_can_be_taken_without_it():
+    with channel_pair() as (worker, packer), contextlib.closing(SharedMemory.create("test", 4096)) as memory:
+        before = open_fds()
+        worker.send(MapTimeline(), memory.fd)
+        worker.send(UnmapArena(7))
+        with full_table(os.getpid()):
+            with pytest.raises(DescriptorLost):
+                packer.receive(DEADLINE_S)
+            packer.skip()
+            assert packer.receive(DEADLINE_S) == (UnmapArena(7), [])
         assert open_fds() == before
 
 

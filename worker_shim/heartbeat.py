@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from packer_service.errors import PeerClosed, PeerHung
+from packer_service.errors import DescriptorLost, PeerClosed, PeerHung
 from packer_service.protocol import Message, Ping, Pong
 from packer_service.transport import Channel, close_fds
 
@@ -36,6 +36,9 @@ class Heartbeat:
             wait_s = max(min(deadline - time.monotonic(), self._beat_s), 0.0)
             try:
                 received = self._channel.receive(wait_s)
+            except DescriptorLost:
+                self._hear()
+                raise
             except PeerClosed as error:
                 if not self._hung:
                     raise
@@ -45,10 +48,13 @@ class Heartbeat:
                 if time.monotonic() >= deadline:
                     return None
                 continue
-            self._silent_s, self._next_ping_s = 0.0, self._beat_s
+            self._hear()
             if not isinstance(received[0], Pong):
                 return received
             close_fds(received[1])
+
+    def _hear(self) -> None:
+        self._silent_s, self._next_ping_s = 0.0, self._beat_s
 
     def _silence(self, seconds: float) -> None:
         self._silent_s += seconds

@@ -1,9 +1,17 @@
-"""The engine's end of a packer: OUTPUT_READY messages in, outputs over leased memory out. Knows nothing of vllm-omni."""
+"""The engine's end of a packer: OUTPUT_READY messages in, outputs over leased memory out. Knows nothing of vllm-omni.
+
+Note [A full descriptor table]
+Each descriptor that comes here is mapped and closed at once, so it needs room for a moment only. ``_Spare`` keeps that room:
+an engine that may open nothing more still gets every output. Where somebody else was quicker, the message stays in the
+connection until there is room again (see Note [A descriptor that finds no room] in packer_service.transport), for ``_ROOM_S``;
+then what needs it fails, and says which limit to raise. A segment is asked for again when the next output lies in it.
+"""
 
 from __future__ import annotations
 
 import collections
 import hmac
+import os
 import queue
 import threading
 import time
@@ -14,7 +22,7 @@ import numpy as np
 import torch
 
 from packer_service import protocol
-from packer_service.errors import PackerError, PeerClosed
+from packer_service.errors import DescriptorLost, PackerError, PeerClosed
 from packer_service.protocol import Body, Lease, OutputComing, OutputGone, OutputReady
 from packer_service.transport import Channel, close_fds
 from worker_shim import skeleton
@@ -26,6 +34,8 @@ from worker_shim.skeleton import ArraySpec
 logger = get_logger(__name__)
 
 _REMEMBERED = 1 << 16
+_ROOM_S = 5.0
+_ROOM_POLL_S = 0.01
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -56,6 +66,30 @@ class Received(NamedTuple):
     output_id: str
     output: Any = None
     error: str = ""
+
+
+class _Spare:
+    """A descriptor of this process for nothing but its place in the table. One thread's."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self.take()
+
+    def take(self) -> bool:
+        """Have one, if it may be had. Whether there is one now."""
+        if self._fd < 0:
+            try:
+                self._fd = os.eventfd(0)
+            except OSError:
+                return False
+        return True
+
+    def give(self) -> bool:
+        """Give its place to whatever comes next. False where it was given already."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
 
 
 class _Assembled:
@@ -91,18 +125,22 @@ class Receiver:
         self._delivered = delivered
         # Outputs that are coming, by their first lease, a number never used twice: bytes not there yet, leases not ours.
         self._coming: dict[int, _Assembled] = {}
+        self._spare = _Spare()
+        self._no_room_until = 0.0  # until when a message waits for a descriptor; 0: there is room
+        self._lost_segments: dict[int, Exception] = {}  # why
+        self._asked: set[int] = set()  # for which of them again
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next output. None where none came in time, or at once where none will come any more."""
         deadline = time.monotonic() + timeout_s
         while not self.broken:
             try:
-                received = self._heartbeat.receive(max(deadline - time.monotonic(), 0.0))
+                received = self._next(deadline)
                 if received is None:
                     return None
-                message, fds = received
+                message, fds, lost = received
                 try:
-                    output = self._take(message, fds)
+                    output = self._take(message, fds, lost)
                 finally:
                     close_fds(fds)
             except PackerError as error:
@@ -112,18 +150,47 @@ class Receiver:
                     return output
         return None
 
+    def _next(self, deadline: float) -> tuple[protocol.Message, list[int], DescriptorLost | None] | None:
+        """The next message, its descriptors, and why they are not here. None where none came in time.
+
+        See Note [A full descriptor table].
+        """
+        if self._spare.take():
+            self._no_room_until = 0.0
+        while True:
+            try:
+                received = self._heartbeat.receive(max(deadline - time.monotonic(), 0.0))
+                return None if received is None else (*received, None)
+            except DescriptorLost as error:
+                if self._spare.give():
+                    continue
+                now = time.monotonic()
+                if not self._no_room_until:
+                    self._no_room_until = now + _ROOM_S
+                    logger.error("what the packer sends waits for up to %g s: %s", _ROOM_S, error)
+                if now >= self._no_room_until:
+                    self._channel.skip()
+                    return error.message, [], error
+                if now >= deadline:
+                    return None
+                time.sleep(_ROOM_POLL_S)
+
     def _break(self, error: PackerError) -> None:
         if not isinstance(error, PeerClosed):
             logger.error("the packer is disconnected: %s", error)
         self._channel.shutdown()
         self.broken = str(error)
 
-    def _take(self, message: protocol.Message, fds: list[int]) -> Received | None:
-        """One message; None for those that carry no output. Takes out of ``fds`` the descriptors it keeps."""
+    def _take(self, message: protocol.Message, fds: list[int], lost: DescriptorLost | None) -> Received | None:
+        """One message; None for those that carry no output. Takes out of ``fds`` the descriptors it keeps.
+
+        ``lost``: its descriptor was to be in ``fds`` and could not be had.
+        """
         if isinstance(message, protocol.Segment):
-            self.leases.add_segment(message, fds)
+            self._map_segment(message, fds, lost)
             return None
         if isinstance(message, protocol.SegmentGone):
+            self._lost_segments.pop(message.segment, None)
             self.leases.forget_segment(message.segment)
             return None
         if isinstance(message, protocol.WorkerGone):
@@ -136,7 +203,7 @@ class Receiver:
             logger.error("the packer refused this engine: %s", message.reason)
             return None
         if isinstance(message, OutputComing):
-            self._coming[message.leases[0].lease] = self._assemble(message, fds)
+            self._coming[message.leases[0].lease] = self._assemble(message, fds, lost)
             return None
         if isinstance(message, OutputGone):
             if (gone := self._coming.pop(message.lease, None)) is not None:
@@ -147,10 +214,30 @@ class Receiver:
             return Received(message.output, error=message.error) if self._is_first(message.output) else None
         assembled = self._coming.pop(message.leases[0].lease, None) if message.leases else None
         if assembled is None:
-            assembled = self._assemble(message, fds)
+            assembled = self._assemble(message, fds, lost)
         for lease in assembled.unused.values():
             self.leases.give_back(lease)
         return assembled.received if self._is_first(message.output) else None
+
+    def _map_segment(self, message: protocol.Segment, fds: list[int], lost: Exception | None) -> None:
+        self._asked.discard(message.segment)
+        if lost is None:
+            try:
+                self.leases.add_segment(message, fds)
+            except OSError as error:
+                lost = error
+        if lost is None:
+            self._lost_segments.pop(message.segment, None)
+        else:
+            logger.error("segment %d of the packer's pool cannot be mapped: %s", message.segment, lost)
+            self._lost_segments[message.segment] = lost
+
+    def _check_segments(self, leases: tuple[Lease, ...]) -> None:
+        """Raise what kept a segment of these from being mapped, once it was asked for again."""
+        for lost in self._lost_segments.keys() & {lease.segment for lease in leases}:
+            if lost not in self._asked and self._channel.try_send(protocol.SegmentLost(lost)):
+                self._asked.add(lost)
+            raise self._lost_segments[lost]
 
     def _is_first(self, output_id: str) -> bool:
         first = self._delivered.first(output_id)
@@ -158,16 +245,20 @@ class Receiver:
             logger.info("output %s came a second time and is dropped", output_id)
         return first
 
-    def _assemble(self, message: OutputComing | OutputReady, fds: list[int]) -> _Assembled:
+    def _assemble(self, message: OutputComing | OutputReady, fds: list[int], lost: DescriptorLost | None) -> _Assembled:
         """Put an output together over its leases. What goes wrong is that output's error."""
         assembled = _Assembled(message.leases)
         try:
+            if lost is not None:
+                raise lost
+            self._check_segments(message.leases)
             if message.body is None:
                 raise PackerError("nothing says what it is")
             output = self._build(message.output, message.body, fds, assembled)
             assembled.received = Received(message.output, output)
         except Exception as error:  # whatever an unpickled class raises belongs to this output alone
-            logger.exception("output %s cannot be put together", message.output)
+            expected = isinstance(error, PackerError)
+            logger.error("output %s cannot be put together: %s", message.output, error, exc_info=not expected)
             reason = f"output {message.output} cannot be put together: {error!r}"
             assembled.received = Received(message.output, error=reason)
         return assembled
@@ -215,3 +306,4 @@ class Receiver:
         self._coming.clear()
         self.leases.close()
         self._channel.close()
+        self._spare.give()

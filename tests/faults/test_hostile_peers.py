@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import resource
 import secrets
@@ -27,6 +26,7 @@ from packer_process import (
     Engine,
     Packer,
     Worker,
+    full_table,
     running_packer,
     session,
     transfer,
@@ -85,19 +85,6 @@ def wait_count(packer: Packer, kind: str, number: int) -> None:
     wait_until(lambda: count(packer, kind) <= number, f"{kind} go back to {number}")
 
 
-@contextlib.contextmanager
-def full_table(packer: Packer) -> Iterator[None]:
-    """The packer can open nothing more within the block."""
-    before = resource.prlimit(packer.process.pid, resource.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir(f"/proc/{packer.process.pid}/fd")}
-    free = next(number for number in itertools.count() if number not in taken)
-    resource.prlimit(packer.process.pid, resource.RLIMIT_NOFILE, (free, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(packer.process.pid, resource.RLIMIT_NOFILE, before)
-
-
 # -- descriptors -------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +127,7 @@ def test_an_output_whose_memfd_finds_no_room_in_the_packers_table_is_handed_back
     with session(packer) as (engine, worker):
         transfer(engine, worker)
         fd = create_memfd("host", 100)
-        with full_table(packer):
+        with full_table(packer.process.pid):
             for output in ("one", "other"):
                 worker.export(output, worker.write(b"x"))
                 worker.skeleton(output, b"", fd, host_nbytes=100)
@@ -158,7 +145,7 @@ def test_an_output_whose_memfd_finds_no_room_in_the_packers_table_is_handed_back
 def test_a_chunk_whose_memfd_finds_no_room_in_the_packers_table_hands_back_its_outputs_only(packer, others):
     with session(packer) as (engine, worker):
         transfer(engine, worker)
-        with full_table(packer):
+        with full_table(packer.process.pid):
             worker.channel.send(MapArena(1, worker.arena.nbytes), worker.arena.fd)
             transfer(engine, worker)
         worker.export("output", Piece(1, 0, 10))
@@ -173,7 +160,7 @@ def test_a_timeline_that_finds_no_room_ends_its_worker_with_the_setting_to_raise
     with contextlib.closing(Engine(packer)) as engine:
         with contextlib.closing(packer.connect("worker", engine.session)) as channel:
             fd = create_memfd("timeline", 4096)
-            with full_table(packer):
+            with full_table(packer.process.pid):
                 channel.send(MapTimeline(), fd)
                 message, _ = channel.receive(DEADLINE_S)
             assert isinstance(message, Refused)
@@ -184,7 +171,7 @@ def test_a_timeline_that_finds_no_room_ends_its_worker_with_the_setting_to_raise
 
 
 def test_a_peer_that_finds_no_room_in_the_packers_table_waits_until_there_is_some(packer, others):
-    with full_table(packer), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+    with full_table(packer.process.pid), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(DEADLINE_S)
         peer.connect(packer.socket)
         packer.wait_log("cannot accept a connection: .*LimitNOFILE")
