@@ -227,8 +227,8 @@ def test_an_error_that_comes_before_its_waiter_fails_the_request_at_once(clean):
 
 
 def test_what_is_pending_says_how_far_the_packer_is_with_it(clean):
-    state = clean.executor.describe_pending_state("an-id")
-    assert state.endswith("unclaimed=0 packer=['not here: never exported, or published; 1 workers are connected']")
+    expected = "unclaimed=0 packer=['not here: never exported, or published; 1 workers are connected']"
+    wait_until(lambda: clean.executor.describe_pending_state("an-id").endswith(expected), expected)
 
 
 # -- a pump that ends --------------------------------------------------------------------------------------------------

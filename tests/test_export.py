@@ -1232,13 +1232,29 @@ def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
     with contextlib.closing(side.exporter):
         device.stalled = True
         side.send([torch.ones(FLOATS)], "stalled")
-        asker = threading.Thread(target=lambda: asked.append(engine.describe("stalled", DEADLINE_S)))
+        answer = engine.ask("stalled")
+        asker = threading.Thread(target=lambda: asked.append(answer(time.monotonic() + DEADLINE_S)))
         asker.start()
         wait_until(lambda: engine.receive(0.01) is None and asked, "an answer")
         asker.join()
         assert asked == ["waiting for the worker's forward"]
         device.timeline.counter = device._value
         assert torch.equal(engine.output("stalled")[0], torch.ones(FLOATS))
+
+
+def test_a_packer_that_does_not_answer_is_waited_for_once_until_it_speaks_again(tmp_path):
+    with running_packer(tmp_path / "run") as packer, contextlib.closing(EngineSide(packer)) as engine:
+        packer.signal(signal.SIGSTOP)
+        assert engine.ask("output")(time.monotonic() + 0.01) == "unknown: the packer did not answer"
+        for _ in range(10_000):  # far more than a connection holds, were each asked
+            assert engine.ask("output")(time.monotonic() + DEADLINE_S) == "unknown: the packer did not answer"
+        packer.signal(signal.SIGCONT)
+        wait_until(lambda: engine.receive(0.01) is None and not engine._overdue, "the late answer")
+        answer = engine.ask("output")
+        with ThreadPoolExecutor(1) as background:
+            state = background.submit(answer, time.monotonic() + DEADLINE_S)
+            wait_until(lambda: engine.receive(0.01) is None and state.done(), "an answer")
+        assert state.result().startswith("not here: never exported")
 
 
 class Breaking(Stalling):

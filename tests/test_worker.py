@@ -243,3 +243,25 @@ def test_what_our_processes_open_is_never_their_standard_error(process, monkeypa
     os.waitpid(child, 0)
     assert mine > 2
     assert inherited
+
+
+class BrokenExporter(LazyExporter):
+    """An exporter whose device cannot give its memory back."""
+
+    closed = False
+
+    def give_back_arena(self, timeout_s: float) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_device_that_cannot_free_leaves_nothing_of_vllm_omnis_behind(running, monkeypatch):
+    ended = []
+    monkeypatch.setattr(worker.diffusion_worker.WorkerProc, "shutdown", lambda self: ended.append(self))
+    running.exporter = exporter = BrokenExporter(running, 0)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        running.shutdown()
+    assert ended == [running]
+    assert exporter.closed

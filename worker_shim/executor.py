@@ -11,12 +11,14 @@ between a packer that dies is brought back by its keeper; a worker that dies end
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
 import os
 import secrets
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -44,6 +46,7 @@ from worker_shim.worker import worker_main
 logger = get_logger(__name__)
 
 _LAST_OUTPUTS_S = 5.0
+_ANSWERS_S = 0.05
 
 
 def reply_ranks(od_config: OmniDiffusionConfig) -> frozenset[int]:
@@ -343,14 +346,16 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
     def describe_pending_state(self, async_output_id: str | None = None) -> str:
-        """vllm-omni's own, and how far the packer is with that output."""
+        """vllm-omni's own, and how far the packers are with that output. It runs on the event loop, and waits little."""
         own = f"{super().describe_pending_state(async_output_id)} unclaimed={len(self._unclaimed)}"
         exported = (async_output_id or "").partition("/")[0]  # a member of a batch is named batch/member
         if not exported or not self._keepers:
             return own
         if exported in self._delivered:
             return f"{own} packer=['delivered to the engine']"
-        return f"{own} packer={[keeper.queue.describe(exported) for keeper in self._keepers]}"
+        answers = [keeper.queue.ask(exported) for keeper in self._keepers]
+        deadline = time.monotonic() + _ANSWERS_S
+        return f"{own} packer={[answer(deadline) for answer in answers]}"
 
     def shutdown(self) -> None:
         """End workers, pumps, packers and sessions, in that order. Idempotent; concurrent callers wait for the first.
@@ -363,22 +368,24 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._closing.set()
         if not hasattr(self, "_closed"):  # vllm-omni's own start makes it
             return
-        with self._shutdown_lock:
+        with (
+            self._shutdown_lock,
+            contextlib.ExitStack() as ends,
+        ):  # each whatever became of the one before, the last first
+            ends.callback(self._close_all)
+            ends.callback(super().shutdown)
             for keeper in self._keepers:
                 keeper.stop()
             if not self._closed:
                 self._await_dead_workers()
-            try:
-                super().shutdown()
-            finally:
-                self._close_all()
 
     def _close_all(self) -> None:
-        self._close_packers()
-        if self._late is not None:
-            self._late.close()
-            self._late = None
-        self._unclaimed.close()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._unclaimed.close)
+            if self._late is not None:
+                ends.callback(self._late.close)
+                self._late = None
+            self._close_packers()
 
     def _await_dead_workers(self) -> None:
         """What a worker had finished before it died is delivered before anybody is told that it died."""
@@ -389,10 +396,10 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _close_packers(self) -> None:
         keepers, self._keepers = self._keepers, []
-        for keeper in keepers:
-            keeper.stop()
-        if self._supervisor is not None:
-            self._supervisor.stop()
-            self._supervisor = None
-        for keeper in keepers:
-            keeper.close()
+        with contextlib.ExitStack() as ends:
+            for keeper in keepers:
+                keeper.stop()
+                ends.callback(keeper.close)
+            if self._supervisor is not None:
+                ends.callback(self._supervisor.stop)
+                self._supervisor = None

@@ -355,9 +355,8 @@ class Exporter:
         if not free:
             logger.error("the packer did not close its imports within %g s; %d chunks stay", timeout_s, len(chunks))
             return  # the next time
-        for chunk in chunks.values():
-            self.device.free(chunk)
-        self._leaving = {}
+        while chunks:  # what a device that breaks did not free is not freed twice
+            self.device.free(chunks.popitem()[1])
 
     def _announce(self, number: int, chunk: Chunk) -> None:
         self._map(MapArena(number, chunk.tensor.numel(), chunk.handle), chunk.fd)

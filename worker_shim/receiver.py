@@ -10,9 +10,9 @@ then what needs it fails, and says which limit to raise. A segment is asked for 
 from __future__ import annotations
 
 import collections
+import functools
 import hmac
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +36,7 @@ logger = get_logger(__name__)
 _REMEMBERED = 1 << 16
 _ROOM_S = 5.0
 _ROOM_POLL_S = 0.01
+_NO_ANSWER = "unknown: the packer did not answer"
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -103,7 +104,10 @@ class _Assembled:
 
 
 class Receiver:
-    """One engine session's reader. One thread calls ``receive``; outputs hold their leases themselves (``leases``)."""
+    """One engine session's reader. One thread calls ``receive``; outputs hold their leases themselves (``leases``).
+
+    ``_answered`` guards what the packer said of outputs that were asked about, ``_states`` and ``_overdue``.
+    """
 
     def __init__(
         self,
@@ -120,7 +124,9 @@ class Receiver:
         self._channel = channel
         self._heartbeat = Heartbeat(channel, hang_s)
         self._on_worker_gone = on_worker_gone
-        self._described: queue.SimpleQueue[protocol.Described] = queue.SimpleQueue()
+        self._answered = threading.Condition()
+        self._states: dict[str, str] = {}  # of outputs that were asked about; empty: no answer yet
+        self._overdue = False  # an answer did not come in time, and none has since
         self._mac_key = mac_key
         self._delivered = delivered
         # Outputs that are coming, by their first lease, a number never used twice: bytes not there yet, leases not ours.
@@ -197,7 +203,7 @@ class Receiver:
             self._on_worker_gone()
             return None
         if isinstance(message, protocol.Described):
-            self._described.put(message)
+            self._take_answer(message)
             return None
         if isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)
@@ -287,18 +293,35 @@ class Receiver:
 
         return skeleton.load(specs, pickled, find_staged, host)
 
-    def describe(self, output_id: str, timeout_s: float) -> str:
-        """How far the packer is with an output, in words. Any thread but the one in ``receive``."""
-        deadline = time.monotonic() + timeout_s
+    def ask(self, output_id: str) -> Callable[[float], str]:
+        """Ask how far the packer is with an output. What this returns waits for the answer, until a time of
+        ``time.monotonic()``. Any thread but the one in ``receive``.
+
+        While an earlier answer is overdue nothing is asked: whoever looks into many outputs waits for a packer once.
+        """
+        with self._answered:
+            if self._overdue:
+                return lambda deadline: _NO_ANSWER
+            self._states[output_id] = ""
         try:
-            self._channel.send(protocol.Describe(output_id))
-            while (answer := self._described.get(timeout=max(deadline - time.monotonic(), 0.0))).output != output_id:
-                pass
-        except PeerClosed:
-            return "unknown: the packer is gone"
-        except queue.Empty:
-            return f"unknown: the packer did not answer within {timeout_s:g} s"
-        return answer.state
+            if self._channel.try_send(protocol.Describe(output_id)):
+                return functools.partial(self._answer, output_id)
+        except (PeerClosed, OSError):
+            return lambda deadline: "unknown: the packer is gone"
+        return lambda deadline: "unknown: the packer takes no question now"
+
+    def _answer(self, output_id: str, deadline: float) -> str:
+        with self._answered:
+            timeout_s = max(deadline - time.monotonic(), 0.0)
+            self._overdue = not self._answered.wait_for(lambda: self._states.get(output_id, ""), timeout_s)
+            return self._states.pop(output_id, "") or _NO_ANSWER
+
+    def _take_answer(self, message: protocol.Described) -> None:
+        with self._answered:
+            self._overdue = False
+            if message.output in self._states:
+                self._states[message.output] = message.state
+                self._answered.notify_all()
 
     def close(self) -> None:
         """End the session: the packer frees what no tensor here still looks at. Tensors that are out stay valid."""

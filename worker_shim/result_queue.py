@@ -18,7 +18,6 @@ from worker_shim.lease import LeaseBook
 from worker_shim.receiver import Delivered, Received, Receiver
 
 _QUIET_S = 0.05
-_ANSWER_S = 0.5
 
 
 class PackerResultQueue:
@@ -105,10 +104,12 @@ class PackerResultQueue:
             self._on_lost(receiver.broken)
         return received
 
-    def describe(self, output_id: str) -> str:
-        """How far the packer is with an output, in words; it waits for the answer a moment."""
+    def ask(self, output_id: str) -> Callable[[float], str]:
+        """Ask how far the packer is with an output; see ``Receiver.ask``."""
         receiver = self._receiver
-        return "waiting for the packer to come back" if receiver is None else receiver.describe(output_id, _ANSWER_S)
+        return (
+            receiver.ask(output_id) if receiver is not None else lambda deadline: "waiting for the packer to come back"
+        )
 
     def await_last_outputs(self, timeout_s: float) -> None:
         """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""

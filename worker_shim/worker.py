@@ -384,13 +384,15 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         return True
 
     def shutdown(self) -> None:
-        self.drain_async_outputs()
         try:
-            super().shutdown()
+            self.drain_async_outputs()
         finally:
-            if self.exporter is not None:
-                self.exporter.close()
-                self.exporter = None
+            try:
+                super().shutdown()
+            finally:
+                if self.exporter is not None:
+                    self.exporter.close()
+                    self.exporter = None
 
 
 def fail_unpicklable(output: object, dump: Callable[[object], object]) -> bool:

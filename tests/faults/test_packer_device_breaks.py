@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from packer_process import MIB, wait_until
+from packer_process import DEADLINE_S, MIB, wait_until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -130,7 +131,10 @@ def test_a_device_that_breaks_while_outputs_wait_for_their_forward_costs_nothing
     with opened(device) as sides:
         sides.stall()
         expected = sides.send("waiting")
-        describe = sides.kept.keeper.queue.describe
+
+        def describe(output_id):
+            return sides.kept.keeper.queue.ask(output_id)(time.monotonic() + DEADLINE_S)
+
         for output_id in expected:
             wait_until(lambda output_id=output_id: "waiting for the worker's forward" in describe(output_id), output_id)
         old = sides.kept.packer_pid
