@@ -39,6 +39,10 @@ class HandshakeError(PackerError):
     """A connection was refused: wrong key, another protocol version, a uid not on the list, a full house."""
 
 
+class NotNow(HandshakeError):
+    """A packer does not take this connection now: its engine is not there yet, or it does not answer. It may pass by itself."""
+
+
 class PeerClosed(PackerError):
     """The peer closed its end of the connection, or died."""
 
@@ -65,3 +69,7 @@ class PackerUnavailable(PackerError):
 
 class PackerAbsent(PackerUnavailable):
     """Nobody listens at the socket, or this user may not reach it. So it is while a packer starts; it may pass by itself."""
+
+
+MAY_PASS = (PackerAbsent, PeerClosed, NotNow)
+"""Of a packer that is just starting or ending: who waits for one tries again."""

@@ -77,9 +77,10 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No: ``reason`` is a sentence for a person."""
+    """No: ``reason`` is a sentence for a person. ``for_now``: it may pass by itself."""
 
     reason: Text
+    for_now: bool = False
 
 
 class MapTimeline(Message, frozen=True):

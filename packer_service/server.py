@@ -20,7 +20,7 @@ from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.door import Door, check_path
 from packer_service.engine_session import EngineSession
-from packer_service.errors import DeviceError, HandshakeError, PackerError
+from packer_service.errors import DeviceError, HandshakeError, NotNow, PackerError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
 from packer_service.worker_session import WorkerSession
@@ -186,7 +186,7 @@ class Server:
         if hello.role == "engine" and known:
             raise HandshakeError(f"session {hello.session} has an engine already")
         if hello.role == "worker" and not known:
-            raise HandshakeError(f"session {hello.session} has no engine here: the engine connects before its workers")
+            raise NotNow(f"session {hello.session} has no engine here: the engine connects before its workers")
         if hello.role == "worker" and hello.device_uuid != self.device.uuid:
             raise HandshakeError(
                 f"the worker runs on {hello.device_uuid} and this packer on {self.device.uuid}:"

@@ -28,6 +28,7 @@ from packer_service import protocol
 from packer_service.errors import (
     DescriptorLost,
     HandshakeError,
+    NotNow,
     PackerAbsent,
     PackerUnavailable,
     PeerClosed,
@@ -220,7 +221,7 @@ def _bound_sends(sock: socket.socket, timeout_s: float) -> None:
 def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Message:
     received = channel.receive(timeout_s)
     if received is None:
-        raise HandshakeError("the peer stayed silent during the handshake")
+        raise NotNow("the peer stayed silent during the handshake")
     message, fds = received
     close_fds(fds)
     if not isinstance(message, kinds):
@@ -228,9 +229,9 @@ def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Messag
     return message
 
 
-def _refuse(channel: Channel, reason: str) -> HandshakeError:
-    channel.send(Refused(reason))
-    return HandshakeError(reason)
+def _refuse(channel: Channel, error: HandshakeError) -> HandshakeError:
+    channel.send(Refused(str(error), isinstance(error, NotNow)))
+    return error
 
 
 def accept(
@@ -257,18 +258,22 @@ def accept(
         if hello.version != protocol.VERSION:
             raise _refuse(
                 channel,
-                f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}: run the same release on both sides",
+                HandshakeError(
+                    f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}:"
+                    " run the same release on both sides"
+                ),
             )
         if not hmac.compare_digest(
             hello.proof, protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
         ):
             raise _refuse(
-                channel, "the key is not this packer's: give both sides the same file in the setting key_file"
+                channel,
+                HandshakeError("the key is not this packer's: give both sides the same file in the setting key_file"),
             )
         try:
             welcome = admit(hello, protocol.server_proof(key, challenge, hello.nonce))
         except HandshakeError as error:
-            raise _refuse(channel, str(error)) from error
+            raise _refuse(channel, error) from None
         channel.send(welcome)
         _bound_sends(sock, 0)
     except BaseException:
@@ -308,7 +313,8 @@ def connect(
                 " the packer's user, and its group where their modes say so"
             ) from error
         except OSError as error:
-            absent = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+            # EAGAIN: so many wait already that no more find room, for one that does not accept just now
+            absent = isinstance(error, (FileNotFoundError, ConnectionRefusedError, BlockingIOError))
             raise (PackerAbsent if absent else PackerUnavailable)(
                 f"no packer listens at {path} ({error.strerror or error}): start one there, or correct the setting socket"
             ) from error
@@ -325,7 +331,7 @@ def connect(
         _bound_sends(sock, left)
         answer = _expect(channel, left, Welcome, Refused)
         if isinstance(answer, Refused):
-            raise HandshakeError(f"the packer at {path} refused: {answer.reason}")
+            raise (NotNow if answer.for_now else HandshakeError)(f"the packer at {path} refused: {answer.reason}")
         welcome = cast(Welcome, answer)
         if not hmac.compare_digest(welcome.proof, protocol.server_proof(key, challenge, nonce)):
             raise HandshakeError(f"whoever listens at {path} does not know the key")

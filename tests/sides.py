@@ -97,7 +97,9 @@ class EngineSide(Receiver):
 class Kept:
     """An engine's end across restarts: vllm-omni's pump over a PackerKeeper, which collects what it is given."""
 
-    def __init__(self, socket: str, key: bytes, restart: Callable[[], None] | None = None, **given: Any) -> None:
+    def __init__(
+        self, socket: str, key: bytes, restart: Callable[[], None] | None = None, *, reads: bool = True, **given: Any
+    ) -> None:
         from worker_shim.keeper import PackerKeeper  # needs vllm-omni
 
         self.socket, self.key = socket, key
@@ -108,7 +110,8 @@ class Kept:
         )
         self.got: dict[str, list[Any]] = {}  # what came for each output: the output, or its error as a string
         self.reading = threading.Event()  # cleared: what the packer sends stays in the connection
-        self.reading.set()
+        if reads:
+            self.reading.set()
         self._stopping = False
         self._thread = threading.Thread(target=self._pump, name="test-pump", daemon=True)
         self._thread.start()

@@ -246,6 +246,14 @@ def test_a_worker_that_its_packer_turns_away_ends_the_start_where_fallback_is_fa
     residue.assert_none()
 
 
+def test_a_packer_that_turned_its_only_worker_away_is_left_and_not_named_among_those_that_serve(full_house, uni):
+    residue = Residue()
+    with packer_engine(packer=full_house) as running:
+        assert running.executor.packer_pids == []
+        assert_same(outputs(running, {"seed": 1}), uni({"seed": 1}))
+    residue.assert_none()
+
+
 @pytest.mark.parametrize(
     ("packer", "environment", "message"),
     [

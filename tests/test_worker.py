@@ -230,7 +230,7 @@ def test_what_our_processes_open_is_never_their_standard_error(process, monkeypa
 
             if process == "worker":
                 monkeypatch.setattr(worker.diffusion_worker.WorkerProc, "worker_main", open_something)
-                worker.worker_main(handoff=None, refusals=None, late=None)
+                worker.worker_main(handoff=None, reports=None, late=None)
             else:
                 made = object.__new__(executor.PackerDiffusionExecutor)
                 made.od_config = type("Config", (), {"additional_config": property(open_something)})()

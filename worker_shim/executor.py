@@ -21,7 +21,8 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
@@ -32,7 +33,7 @@ from packer_service.config import Settings
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerError, PackerUnavailable
 from worker_shim import compat
-from worker_shim.handoff import Handoff
+from worker_shim.handoff import Exports, Handoff, Refuses
 from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
 from worker_shim.placeholder import Unclaimed, in_reply
@@ -102,6 +103,13 @@ def _in_process(pid: int, call: Callable[[], object]) -> None:
     """Do it in that process, and not in one that it forked."""
     if os.getpid() == pid:
         call()
+
+
+def _reports(reader: Connection) -> Iterator[Exports | Refuses]:
+    """What workers have said so far."""
+    while reader.poll():
+        report: Exports | Refuses = reader.recv()  # our own workers' pipe
+        yield report
 
 
 class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
@@ -217,7 +225,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         reader, writer = multiprocessing.Pipe(duplex=False)
         late_reader, late_writer = multiprocessing.Pipe(duplex=False)
         self._late = LateQueue(late_reader)
-        entry = functools.partial(worker_main, handoff=self._handoff, refusals=writer, late=late_writer)
+        entry = functools.partial(worker_main, handoff=self._handoff, reports=writer, late=late_writer)
         ours = types.SimpleNamespace(worker_main=entry)
         namespace = {**launch.__globals__, "WorkerProc": ours}
         rebound = types.FunctionType(
@@ -225,11 +233,23 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         )
         with reader, writer, late_writer:
             try:
-                return rebound(self, *args, **kwargs)
+                launched = rebound(self, *args, **kwargs)
             except Exception as error:
-                if reader.poll():
-                    raise PackerUnavailable(reader.recv()) from error
+                for report in _reports(reader):
+                    if isinstance(report, Refuses):
+                        raise PackerUnavailable(report.reason) from error
                 raise
+            self._keep_only({report.device_uuid for report in _reports(reader) if isinstance(report, Exports)})
+            return launched
+
+    def _keep_only(self, device_uuids: set[str]) -> None:
+        """End the session with every packer of another device: no worker uses it. A managed one exits with that."""
+        unused = [keeper for keeper in self._keepers if keeper.welcome.device_uuid not in device_uuids]
+        self._keepers = [keeper for keeper in self._keepers if keeper not in unused]
+        for keeper in unused:
+            logger.warning("packer: no worker uses the packer at %s, which is left", keeper.socket)
+            keeper.stop()
+            keeper.close()
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)

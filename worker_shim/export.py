@@ -36,7 +36,7 @@ import torch
 from packer_service import protocol, transport
 from packer_service.ack_page import AckPage
 from packer_service.config import Settings
-from packer_service.errors import DeviceError, PackerUnavailable
+from packer_service.errors import MAY_PASS, DeviceError, PackerUnavailable, PeerClosed, PeerHung
 from packer_service.extents import align
 from packer_service.memory import SharedMemory
 from packer_service.protocol import (
@@ -50,6 +50,7 @@ from packer_service.protocol import (
     Piece,
     Probe,
     Probed,
+    Refused,
     Skeleton,
     UnmapArena,
     Withdraw,
@@ -59,6 +60,7 @@ from worker_shim import skeleton
 from worker_shim.arena import Arena, Slot
 from worker_shim.export_device import Chunk, ExportDevice, Signal, copy_into, record_lazy_use
 from worker_shim.log import get_logger
+from worker_shim.restarts import Arrival
 from worker_shim.skeleton import ARRAY_ALIGNMENT, Place
 from worker_shim.uplink import Packet, Uplink
 
@@ -121,7 +123,10 @@ class Staged:
 
 
 class Exporter:
-    """One worker's connection to its packer. Opening it probes the device with a real copy.
+    """One worker's connection to its packer. The first probes the device with a real copy.
+
+    Making one waits ``start_timeout_s`` for a packer that is away. With none then it raises where ``fallback`` is ``fail``;
+    else outputs are handed back until one comes. It always raises where a packer answers that it cannot serve this worker.
 
     The uplink's lock guards ``_pending``, ``_ack_page``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
     See Note [Who does what in the worker].
@@ -160,19 +165,38 @@ class Exporter:
                 socket, key, "worker", session, device_uuid=device.uuid, timeout_s=timeout_s, hang_s=settings.hang_s
             )[0]
 
-        channel = connect(settings.start_timeout_s)
         self._ack_page = AckPage.create()  # this connection's
-        self._uplink = Uplink(channel, connect, settings, self)
+        self._uplink = Uplink(connect, settings, self)
+
+        def join(timeout_s: float) -> Channel:
+            channel = connect(timeout_s)
+            try:
+                self._uplink.use(channel)
+                self._probe(channel, timeout_s)
+            except BaseException:
+                self._uplink.leave(channel)
+                raise
+            return channel
+
         try:
-            for message, fd in self._pages():
-                self._uplink.post(message, fd)
-            self._probe(channel, settings.start_timeout_s)
+            Arrival(settings, threading.Event(), "worker").connect(join)
+        except (*MAY_PASS, OSError) as error:
+            if settings.fallback == "fail":
+                self._let_go()
+                raise
+            self.broken = str(error)
+            logger.warning(
+                "outputs take vllm-omni's own path until a packer is there: %s. It is tried again (setting retry_s)",
+                error,
+            )
         except BaseException:
-            channel.close()
-            self._ack_page.close()
-            self._arena.close()
+            self._let_go()
             raise
         self._uplink.start()
+
+    def _let_go(self) -> None:
+        self._ack_page.close()
+        self._arena.close()
 
     def _probe(self, channel: Channel, timeout_s: float) -> None:
         """Send a known pattern the whole way once. PackerUnavailable says what the packer could not do."""
@@ -182,14 +206,18 @@ class Exporter:
         pattern = np.arange(PROBE_BYTES // 8, dtype=np.int64).view(np.uint8)
         slots[0].view.copy_(torch.from_numpy(pattern))
         signal = self.device.signal()
-        self._uplink.post(Probe(signal.value, _piece(slots[0]), signal.event))
-        self._uplink.flush()
-        answer = channel.receive(timeout_s)
-        self.device.retire(signal)
-        self._arena.release(slots)
+        try:
+            self._uplink.post(Probe(signal.value, _piece(slots[0]), signal.event))
+            self._uplink.flush()
+            answer = channel.receive(timeout_s)
+        finally:
+            self.device.retire(signal)
+            self._arena.release(slots)
         if answer is None:
-            raise PackerUnavailable(f"the packer did not answer a probe within start_timeout_s = {timeout_s:g}")
+            raise PeerHung(f"the packer did not answer a probe within {timeout_s:.3g} s (setting start_timeout_s)")
         probed = answer[0]
+        if isinstance(probed, Refused):
+            raise PeerClosed(f"the packer hung up on this worker: {probed.reason}")
         if not isinstance(probed, Probed) or probed.error:
             raise PackerUnavailable(f"the packer cannot read this worker's memory: {getattr(probed, 'error', probed)}")
         if probed.digest != hashlib.sha256(pattern.tobytes()).digest():

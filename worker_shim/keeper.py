@@ -19,6 +19,7 @@ from worker_shim.result_queue import PackerResultQueue
 logger = get_logger(__name__)
 
 _FIRST_PAUSES_S = (0.0, 0.05)
+_WATCH_S = 0.2
 
 
 class PackerKeeper:
@@ -70,8 +71,14 @@ class PackerKeeper:
         return channel
 
     def _keep(self) -> None:
-        while (reason := self._ends.get()) and not self._closing.is_set():
+        while (reason := self._next_end()) and not self._closing.is_set():
             self._bring_back(reason)
+
+    def _next_end(self) -> str:
+        """Why the connection ended. Until the pump reads from it, this thread does, or would not hear of that."""
+        while self._ends.empty() and self.queue.watch(_WATCH_S):
+            pass
+        return self._ends.get()
 
     def _bring_back(self, reason: str) -> None:
         """Until a connection is made, or this side closes."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from packer_service.config import Settings
-from packer_service.errors import PackerAbsent, PackerUnavailable, PeerClosed
+from packer_service.errors import MAY_PASS, PackerAbsent, PackerUnavailable
 from packer_service.transport import Channel
 from worker_shim.log import get_logger
 
@@ -23,30 +23,31 @@ class Arrival:
     """The wait for packers that somebody else starts, maybe just now: ``start_timeout_s`` for all of an engine's together.
 
     Only for one that is not there yet, or hangs up and so is ending: one that answers is taken at its word. ``closing`` ends
-    the wait.
+    the wait. ``who`` waits.
     """
 
-    def __init__(self, settings: Settings, closing: threading.Event) -> None:
+    def __init__(self, settings: Settings, closing: threading.Event, who: str = "engine") -> None:
+        self._who = who
         self._settings = settings
         self._closing = closing
         self._begin = time.monotonic()
         self._limit = self._begin + settings.start_timeout_s
 
     def connect(self, connect: Callable[[float], Channel]) -> Channel:
-        """What ``connect`` makes once somebody is there, given the seconds it may take. PackerUnavailable where nobody came in
-        time, or this side closes."""
+        """What ``connect`` makes once somebody is there, given the seconds it may take. PackerAbsent where nobody came in time,
+        PackerUnavailable where this side closes."""
         pauses_s = _doubling(_FIRST_PAUSES_S)
         said = False
         while True:
             left_s = self._limit - time.monotonic()
             try:
                 return connect(max(left_s, self._settings.handshake_timeout_s))
-            except (PackerAbsent, PeerClosed) as error:
+            except MAY_PASS as error:
                 left_s = self._limit - time.monotonic()
                 if left_s <= 0:
                     waited_s = time.monotonic() - self._begin
-                    raise PackerUnavailable(
-                        f"{error}. The engine waited {waited_s:.3g} s for it (setting start_timeout_s)"
+                    raise PackerAbsent(
+                        f"{error}. The {self._who} waited {waited_s:.3g} s for it (setting start_timeout_s)"
                     ) from error
                 if not said:
                     logger.info("waiting up to %.3g s for a packer (setting start_timeout_s): %s", left_s, error)

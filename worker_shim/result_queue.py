@@ -6,6 +6,7 @@ thereby the reader of the engine's connection: one wake-up from the packer's sen
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ _QUIET_S = 0.05
 
 
 class PackerResultQueue:
-    """One packer's queue, across its restarts. Only the pump thread may call ``dequeue``; ``attach`` is the keeper's.
+    """One packer's queue, across its restarts. Only the pump thread may call ``dequeue``; ``attach`` and ``watch`` are the
+    keeper's.
 
     ``_changed`` guards the receiver of the present connection, None while there is none.
     """
@@ -38,6 +40,9 @@ class PackerResultQueue:
         self._changed = threading.Condition()
         self._receiver: Receiver | None = None
         self._closed = False
+        self._pumped = False  # the pump reads; it says so before it asks for ``_watching``
+        self._watching = threading.Lock()  # held by the keeper while it reads
+        self._early: collections.deque[Received] = collections.deque()  # what came then
         self._quiet = True
         self._patient = False
         self.attach(channel)
@@ -74,7 +79,13 @@ class PackerResultQueue:
         lease, until the next one comes.
         """
         timeout = 3600.0 if timeout is None else timeout
-        received = self._receive(timeout if self._quiet else min(_QUIET_S, timeout))
+        if not self._pumped:
+            self._pumped = True
+            with self._watching:  # its last look ends
+                pass
+        received = self._early.popleft() if self._early else None
+        if received is None:
+            received = self._receive(timeout if self._quiet else min(_QUIET_S, timeout))
         if received is not None:
             self._quiet = False
             self.outputs += 1
@@ -88,6 +99,19 @@ class PackerResultQueue:
             self._quiet = True
             return AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY)
         raise TimeoutError
+
+    def watch(self, timeout_s: float) -> bool:
+        """Read in the pump's stead, for up to ``timeout_s``; False once there is a pump. The keeper's.
+
+        Workers load their weights for minutes before vllm-omni starts pumps: a packer may come and go meanwhile.
+        """
+        with self._watching:
+            if self._pumped or self._closed:
+                return False
+            received = self._receive(timeout_s)
+            if received is not None:
+                self._early.append(received)
+        return True
 
     def _receive(self, timeout_s: float) -> Received | None:
         with self._changed:

@@ -66,12 +66,10 @@ class Uplink:
     ``lock`` guards the connection, the outbox and whatever of the client's depends on them. Nobody waits while holding it.
     """
 
-    def __init__(
-        self, channel: Channel, connect: Callable[[float], Channel], settings: Settings, client: Client
-    ) -> None:
+    def __init__(self, connect: Callable[[float], Channel], settings: Settings, client: Client) -> None:
         self.lock = threading.RLock()
-        self.connections = 1  # made so far
-        self._channel: Channel | None = channel
+        self.connections = 0  # made so far
+        self._channel: Channel | None = None
         self._connect = connect
         self._settings = settings
         self._client = client
@@ -79,10 +77,30 @@ class Uplink:
         self._outbox: collections.deque[Packet] = collections.deque()
         self._flushing = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(channel,), name="packer-acks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="packer-acks", daemon=True)
 
     def start(self) -> None:
+        """Have the ack thread receive on the connection in use; with none, make one."""
         self._thread.start()
+
+    def use(self, channel: Channel) -> int:
+        """Send on this connection from now on; how many messages come first. OSError where the client cannot use it."""
+        with self.lock:
+            packets = self._client.resume()
+            self.connections += 1
+            self._channel = channel
+            self._outbox.extend(packets)
+            return len(self._outbox)
+
+    def leave(self, channel: Channel) -> None:
+        """Nothing more is sent on this connection."""
+        with self.lock:
+            channel.shutdown()
+            self._channel = None
+            self._outbox.clear()
+            self._client.suspend()
+        with self._flushing:  # nobody may still be sending when the descriptor's number becomes free
+            channel.close()
 
     @property
     def connected(self) -> bool:
@@ -156,17 +174,14 @@ class Uplink:
 
     # -- the ack thread ------------------------------------------------------------------------------------------------
 
-    def _run(self, channel: Channel | None) -> None:
+    def _run(self) -> None:
         self._client.begin()
+        channel = self._channel or self._reconnect("no packer was there")
         while channel is not None:
-            reason = self._receive(channel)
-            with self.lock:
-                channel.shutdown()
-                self._channel = None
-                self._outbox.clear()
-                self._client.suspend()
-            with self._flushing:  # nobody may still be sending when the descriptor's number becomes free
-                channel.close()
+            reason = f"the packer is gone ({self._receive(channel)})"
+            self.leave(channel)
+            if not self._closing.is_set():
+                logger.warning("%s; outputs wait for it to come back", reason)
             channel = self._reconnect(reason)
 
     def _receive(self, channel: Channel) -> str:
@@ -196,9 +211,6 @@ class Uplink:
     def _reconnect(self, reason: str) -> Channel | None:
         """The next connection, however long it takes; None where this side is closing."""
         retries = Retries(self._budget, self._settings, self._closing, _FIRST_PAUSES_S, self._give_up)
-        reason = f"the packer is gone ({reason})"
-        if not self._closing.is_set():
-            logger.warning("%s; outputs wait for it to come back", reason)
         while retries.wait(reason):
             try:
                 channel = self._connect(min(self._settings.handshake_timeout_s, max(retries.left_s, 0.1)))
@@ -206,11 +218,12 @@ class Uplink:
                 reason = f"the packer is gone and does not come back ({error})"
                 continue
             try:
-                self._resume(channel)
+                waiting = self.use(channel)
             except OSError as error:
                 channel.close()
                 reason = f"the packer is back, but this worker cannot use the connection ({error})"
                 continue
+            logger.info("outputs go through the packer (%d messages are sent to begin with)", waiting)
             return channel
         return None
 
@@ -222,12 +235,3 @@ class Uplink:
             self._settings.retry_s,
         )
         self._client.give_up(reason)
-
-    def _resume(self, channel: Channel) -> None:
-        with self.lock:
-            packets = self._client.resume()
-            self.connections += 1
-            self._channel = channel
-            self._outbox.extend(packets)
-            waiting = len(self._outbox)
-        logger.info("the packer is back: outputs go through it again (%d messages are sent again)", waiting)

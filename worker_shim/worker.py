@@ -30,7 +30,7 @@ from packer_service.errors import DeviceError, PackerError, PackerUnavailable
 from packer_service.protocol import Fail
 from worker_shim.export import Exporter, Staged
 from worker_shim.export_device import open_export_device
-from worker_shim.handoff import Handoff
+from worker_shim.handoff import Exports, Handoff, Refuses
 from worker_shim.log import get_logger
 from worker_shim.placeholder import replace_in_reply
 from worker_shim.shm_room import NoRoom, Rings, pack_into_what_is_free, reserve_message
@@ -89,12 +89,13 @@ _Job = Staged | _OwnPath | _HandedBack | _Unsent | _Foreign
 class PackerWorkerProc(diffusion_worker.WorkerProc):
     """Overrides what happens to an output after the forward, and nothing else.
 
-    ``handoff`` and ``late`` are set by ``worker_main``. ``late`` is the way of what comes after its reply in step mode,
-    where the engine reads the worker's own queue for replies only; the export thread alone writes to it.
+    ``handoff``, ``late`` and ``reports`` are set by ``worker_main``. ``late`` is the way of what comes after its reply in step
+    mode, where the engine reads the worker's own queue for replies only; the export thread alone writes to it.
     """
 
     handoff: Handoff
     late: Connection
+    reports: Connection
     exporter: Exporter | None = None
     _async_output_queue: Any
     _async_output_pending: int
@@ -128,6 +129,8 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                     gpu_id,
                     error,
                 )
+        if self.exporter is not None:
+            self.reports.send(Exports(self.exporter.device.uuid))
         if self.exporter is not None and worker.worker.init_snapshot is not None:
             # vllm-omni gives its KV cache whatever it does not find taken since that snapshot.
             self.exporter.reserve_arena()
@@ -413,18 +416,19 @@ def _not_handed_over(error: BaseException) -> str:
     return f"the output could not be handed over: {type(error).__name__}: {error}"
 
 
-def worker_main(*args: Any, handoff: Handoff, refusals: Connection, late: Connection, **kwargs: Any) -> None:
+def worker_main(*args: Any, handoff: Handoff, reports: Connection, late: Connection, **kwargs: Any) -> None:
     """The worker process's entry point: vllm-omni's own, with its WorkerProc replaced by ours in this process only.
 
-    vllm-omni's executor only learns that a worker ended; why it refused to start goes through ``refusals``.
+    vllm-omni's executor only learns that a worker is ready or ended; what ours should know goes through ``reports``.
     """
     open_standard_descriptors()
     # Only modules are there yet. vllm-omni's shutdown collects garbage five times, and each would walk all of them.
     gc.freeze()
     main = diffusion_worker.WorkerProc.worker_main
-    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), {"handoff": handoff, "late": late})
+    ours = {"handoff": handoff, "late": late, "reports": reports}
+    diffusion_worker.WorkerProc = type("PackerWorkerProc", (PackerWorkerProc,), ours)
     try:
         main(*args, **kwargs)
     except PackerUnavailable as error:
-        refusals.send(str(error))
+        reports.send(Refuses(str(error)))
         raise

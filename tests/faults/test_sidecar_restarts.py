@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import secrets
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from packer_process import Packer, running_packer, wait_until
+from packer_process import DEADLINE_S, Packer, running_packer, wait_until
+
+from packer_service.errors import PackerUnavailable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -133,6 +139,109 @@ def test_a_packer_that_never_comes_back_hands_everything_over_to_the_own_path(tm
                 worker.exporter.release(staged)
             assert worker.arena_idle()
             assert worker.settled == []
+
+
+# -- while a worker loads its weights ----------------------------------------------------------------------------------
+
+
+def test_a_packer_that_dies_before_the_engine_has_a_pump_is_missed_at_once_and_its_successor_found(tmp_path):
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first, reads=False))
+        assert engine.packer_pid == first.process.pid
+        first.signal(signal.SIGKILL)
+        wait_until(lambda: engine.packer_pid is None, "nothing goes through it any more")
+        second = stack.enter_context(running_packer(tmp_path / "run"))
+        wait_until(lambda: engine.packer_pid == second.process.pid, "the next serves")
+        worker = stack.enter_context(working(engine, **GIVEN))
+        expected = send(worker, "before the pump")
+        worker.wait_settled(*expected)
+        engine.reading.set()
+        assert_delivered(engine, worker, expected)
+
+
+def test_a_packer_that_hangs_before_the_engine_has_a_pump_is_missed(tmp_path):
+    with running_packer(tmp_path / "run") as packer, kept(packer, reads=False, hang_s=1.0) as engine:
+        packer.signal(signal.SIGSTOP)
+        wait_until(lambda: engine.packer_pid is None, "it was silent")
+
+
+def test_a_worker_waits_for_a_packer_that_is_away_when_it_is_ready(tmp_path):
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first))
+        first.signal(signal.SIGKILL)
+        first.wait()
+        background = stack.enter_context(ThreadPoolExecutor(1))
+        coming = background.submit(lambda: stack.enter_context(working(engine, **GIVEN)))
+        stack.enter_context(running_packer(tmp_path / "run"))
+        worker = coming.result(DEADLINE_S)
+        assert not worker.exporter.broken
+        assert_delivered(engine, worker, send(worker, "output"))
+
+
+def test_a_worker_waits_for_an_engine_that_is_not_back_at_its_packer_yet(tmp_path):
+    session = secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        packer = stack.enter_context(running_packer(tmp_path / "run"))
+        background = stack.enter_context(ThreadPoolExecutor(1))
+        coming = background.submit(WorkerSide, packer, session)
+        packer.wait_log("a peer was refused: session .* has no engine here")
+        stack.enter_context(contextlib.closing(packer.connect("engine", session)))
+        worker = coming.result(DEADLINE_S)
+        stack.enter_context(contextlib.closing(worker.exporter))
+        assert not worker.exporter.broken
+
+
+def test_a_packer_that_dies_in_mid_probe_is_followed_by_the_next(tmp_path):
+    device = Stalling()
+    device.stalled = True
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first))
+        background = stack.enter_context(ThreadPoolExecutor(1))
+        coming = background.submit(lambda: stack.enter_context(working(engine, **GIVEN, device=device)))
+        wait_until(lambda: device._value, "the packer waits for the probe's marker")
+        device.stalled = False
+        first.signal(signal.SIGKILL)
+        first.wait()
+        stack.enter_context(running_packer(tmp_path / "run"))
+        worker = coming.result(DEADLINE_S)
+        assert not worker.exporter.broken
+        assert_delivered(engine, worker, send(worker, "output"))
+
+
+def test_a_worker_that_waited_in_vain_uses_the_packer_that_comes_later(tmp_path):
+    given = {**GIVEN, "start_timeout_s": 0.2, "restart_wait_s": 0.1, "retry_s": 0.1}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running_packer(tmp_path / "run"))
+        engine = stack.enter_context(kept(first, **given))
+        first.signal(signal.SIGKILL)
+        first.wait()
+        log = stack.enter_context(warnings_logged())
+        worker = stack.enter_context(working(engine, **given))
+        assert any("The worker waited 0." in line and "own path" in line for line in log)
+        away = send(worker, "for the own path")
+        worker.wait_handed_back(1)
+        ((staged, _),) = worker.handed_back
+        assert_same(worker.exporter.rebuild(staged), away[staged.output_id])
+        worker.exporter.release(staged)
+        worker.handed_back.clear()
+        stack.enter_context(running_packer(tmp_path / "run"))
+        wait_until(lambda: not worker.exporter.broken, "it is connected")
+        assert_delivered(engine, worker, send(worker, "after"))
+
+
+def test_a_worker_that_waited_in_vain_refuses_where_fallback_is_fail(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with running_packer(tmp_path / "run") as packer, kept(packer) as engine:
+        packer.signal(signal.SIGKILL)
+        packer.wait()
+        with pytest.raises(PackerUnavailable, match=r"The worker waited 0\.\d+ s for it"):
+            with working(engine, start_timeout_s=0.2, fallback="fail"):
+                pytest.fail("it started")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the timeline is the device's
 
 
 def test_two_engines_of_one_sidecar_both_come_back_and_do_not_mix(tmp_path):
