@@ -6,6 +6,7 @@ The test is both main thread and export thread of the worker, and the engine's p
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import logging
@@ -1255,6 +1256,19 @@ def test_a_packer_that_does_not_answer_is_waited_for_once_until_it_speaks_again(
             state = background.submit(answer, time.monotonic() + DEADLINE_S)
             wait_until(lambda: engine.receive(0.01) is None and state.done(), "an answer")
         assert state.result().startswith("not here: never exported")
+
+
+def test_leases_that_cannot_be_returned_end_the_connection_and_go_back_with_it(worker, engine, monkeypatch):
+    worker.send([torch.ones(FLOATS)], "output")
+    output = engine.output("output")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    monkeypatch.setattr(engine._channel, "send", refuse)
+    del output
+    gc.collect()
+    wait_until(lambda: engine.receive(0.01) is None and engine.broken, "the connection is given up")
 
 
 class Breaking(Stalling):

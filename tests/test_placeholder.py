@@ -82,6 +82,22 @@ def test_whoever_drops_is_kept_by_nobody_and_needs_no_garbage_collector_to_go():
     unclaimed.close()
 
 
+def test_an_output_that_cannot_be_dropped_keeps_no_other_from_it():
+    from worker_shim.placeholder import Unclaimed
+
+    class Failing(Dropped):
+        def drop(self, output_id: str) -> None:
+            super().drop(output_id)
+            raise KeyError(output_id)
+
+    failing = Failing()
+    unclaimed = Unclaimed(failing.drop)
+    for output_id in ("one", "other"):
+        unclaimed.watch(placeholder(output_id))
+        assert failing.get(timeout=DEADLINE_S) == output_id
+    unclaimed.close()
+
+
 def test_an_output_that_was_asked_for_is_not_dropped(unclaimed, dropped):
     asked, other = placeholder("asked"), placeholder("other")
     unclaimed.watch(asked)

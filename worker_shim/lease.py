@@ -181,6 +181,10 @@ class LeaseBook:
                     self._channel.send(Release(tuple(finished[first : first + MAX_PIECES])))
             except PeerClosed:
                 return  # the packer is gone, and its leases with it
+            except OSError as error:
+                logger.error("leases cannot be returned, so their connection is given up: %s", error)
+                self._channel.shutdown()  # they go back with it
+                return
 
     def _next_deaths(self, timeout_s: float | None) -> list[int | None]:
         """At least one, unless none comes in time."""

@@ -60,7 +60,10 @@ class Unclaimed:
             drop = self._drop()
             if self.take(output_id) and drop is not None:
                 logger.debug("output %s is dropped: nobody asked for it", output_id)
-                drop(output_id)
+                try:
+                    drop(output_id)
+                except Exception:  # it stays; were this thread to end, so would every later one
+                    logger.exception("output %s cannot be dropped", output_id)
             del drop
 
     def close(self) -> None:

@@ -39,8 +39,8 @@ class Client(Protocol):
         ...
 
     def resume(self) -> Iterable[Packet]:
-        """A connection was made: everything its packer must be told before anything new. OSError where it cannot be used,
-        with nothing changed: another is tried."""
+        """A connection was made: everything its packer must be told before anything new. Raises where it cannot be used, with
+        nothing changed: another is tried."""
         ...
 
     def suspend(self) -> None:
@@ -219,8 +219,10 @@ class Uplink:
                 continue
             try:
                 waiting = self.use(channel)
-            except OSError as error:
+            except Exception as error:  # were this thread to end, outputs would wait for ever
                 channel.close()
+                if not isinstance(error, (OSError, MemoryError)):
+                    logger.exception("a connection to the packer cannot be used")
                 reason = f"the packer is back, but this worker cannot use the connection ({error})"
                 continue
             logger.info("outputs go through the packer (%d messages are sent to begin with)", waiting)
@@ -234,4 +236,7 @@ class Uplink:
             reason,
             self._settings.retry_s,
         )
-        self._client.give_up(reason)
+        try:
+            self._client.give_up(reason)
+        except Exception:  # this thread goes on to look for the packer
+            logger.exception("not everything that waited could be handed back")

@@ -174,7 +174,8 @@ def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
 
 
 def test_a_worker_without_memory_for_an_ack_page_connects_as_soon_as_there_is_some(kept, monkeypatch):
-    create, missing = AckPage.create, [OSError(errno.EMFILE, "injected"), OSError(errno.ENOMEM, "injected")]
+    create = AckPage.create
+    missing = [OSError(errno.EMFILE, "injected"), MemoryError("injected"), OSError(errno.ENOMEM, "injected")]
 
     def create_once_there_is_memory() -> AckPage:
         if missing:
