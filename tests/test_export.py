@@ -364,7 +364,9 @@ def test_outputs_that_are_kept_keep_no_descriptor(worker, engine):
 
 
 def test_with_a_full_descriptor_table_outputs_arrive_all_the_same(worker, engine):
-    outs = [{"a": np.arange(10_000) + number, "b": torch.ones(FLOATS)} for number in range(16)]
+    worker.send([torch.ones(FLOATS)], "first")
+    engine.output("first")  # and with it the segments, whose descriptors the engine keeps
+    outs = [{"a": np.arange(10_000) + number, "b": torch.ones(10)} for number in range(16)]
     for number, output in enumerate(outs):
         worker.send(output, f"output-{number}")
     worker.wait_settled(*(f"output-{number}" for number in range(16)))
