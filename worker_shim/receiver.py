@@ -1,7 +1,7 @@
 """The engine's end of a packer: OUTPUT_READY messages in, outputs over leased memory out. Knows nothing of vllm-omni.
 
 Note [A full descriptor table]
-Each descriptor that comes with an output is mapped and closed at once, so it needs room for a moment only. ``_Spare`` keeps that room:
+Each descriptor that comes with an output is mapped and closed at once: it needs room for a moment. ``_Spare`` keeps that:
 an engine that may open nothing more still gets every output. Where somebody else was quicker, the message stays in the
 connection until there is room again (see Note [A descriptor that finds no room] in packer_service.transport), for ``_ROOM_S``;
 then what needs it fails, and says which limit to raise. A segment is asked for again when the next output lies in it.
