@@ -19,6 +19,8 @@ def _always() -> bool:
 class DeviceCall:
     """One call of one thread. ``due`` tells, on the watchdog's thread and without waiting, whether it should return by now."""
 
+    __slots__ = ("_names", "_what", "due")
+
     def __init__(self, what: str, *names: object, due: Callable[[], bool] = _always) -> None:
         self._what = what
         self._names = names
