@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 
 from packer_service import protocol
-from packer_service.errors import DescriptorLost, PeerClosed, ProtocolError
+from packer_service.errors import DescriptorLost, PackerError, PeerClosed, ProtocolError
+from packer_service.outbox import Done, Outbox, ignore
 from packer_service.pool import Pool
 from packer_service.protocol import (
     Describe,
@@ -24,13 +26,11 @@ from packer_service.transport import Channel, close_fds
 
 logger = logging.getLogger(__name__)
 
-_SEND_S = 0.05  # what another's send to the same engine takes at most, unless that does not read
-
 
 class EngineSession:
     """One engine: its pool, the segments it was told of, the outputs it is sent.
 
-    The reader (the thread in ``serve``) takes leases back; any worker session's threads publish, under one lock.
+    The reader (the thread in ``serve``) takes leases back; any thread sends, and none ever waits for the engine.
     """
 
     def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
@@ -39,7 +39,8 @@ class EngineSession:
         self._describe = describe  # how far an output of any of its workers is
         self.bad_releases = 0  # written by the reader only
         self._channel = channel
-        self._lock = threading.Lock()  # guards the announcements and the order of what is sent
+        self._outbox = Outbox(name, channel)
+        self._lock = threading.Lock()  # guards _announced, and has a segment go before what lies in it
         self._announced: set[int] = set()
         pool.on_trim = self._forget_segment
         pool.owner = name
@@ -58,10 +59,10 @@ class EngineSession:
                 message, fds = received
                 close_fds(fds)
                 if isinstance(message, Ping):
-                    self._send(Pong())
+                    self._outbox.send(Pong())
                     continue
                 if isinstance(message, Describe):
-                    self._send(Described(message.output, self._describe(message.output)))
+                    self._outbox.send(Described(message.output, self._describe(message.output)))
                     continue
                 if isinstance(message, protocol.SegmentLost):
                     with self._lock:
@@ -89,57 +90,44 @@ class EngineSession:
         with self._lock:
             for segment in self.pool.segments:
                 if segment.number not in self._announced:
-                    self._channel.send(Segment(segment.number, segment.memory.nbytes), segment.memory.fd)
+                    message = Segment(segment.number, segment.memory.nbytes)
+                    self._outbox.offer(message, segment.memory.fd, ignore)
                     self._announced.add(segment.number)
 
     def _forget_segment(self, number: int) -> None:
         with self._lock:
             if number in self._announced:
                 self._announced.discard(number)
-                try:
-                    self._channel.send(SegmentGone(number))
-                except PeerClosed:
-                    pass  # it unmaps everything as it goes
-                except OSError as error:  # it keeps an empty mapping; the number is never used again
-                    logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
+                self._outbox.send(SegmentGone(number), done=functools.partial(self._segment_gone_sent, number))
 
-    def publish(self, message: OutputComing | OutputReady, fd: int | None = None, *, wait: bool = True) -> bool:
-        """``tell``, once the engine knows the segments that the output lies in."""
-        if any(lease.segment not in self._announced for lease in message.leases):
-            if not wait:
-                return False
-            self.announce_segments()
-        return self.tell(message, fd, wait=wait)
+    def _segment_gone_sent(self, number: int, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, PeerClosed):  # who is gone unmaps everything
+            logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
 
-    def tell(self, message: protocol.Message, fd: int | None = None, *, wait: bool = True) -> bool:
-        """Send a message. PeerClosed where the engine is gone; False where it would have to wait and may not."""
-        if wait:
-            self._send(message, fd)
-            return True
-        if not self._lock.acquire(timeout=_SEND_S):
-            return False
+    def publish(self, message: OutputComing | OutputReady, fd: int | None = None, done: Done = ignore) -> None:
+        """``tell``, once the engine was told of the segments that the output lies in."""
         try:
-            return self._channel.try_send(message, fd)
-        finally:
-            self._lock.release()
+            if any(lease.segment not in self._announced for lease in message.leases):
+                self.announce_segments()
+        except (PackerError, OSError) as error:
+            done(error)
+        else:
+            self.tell(message, fd, done)
+
+    def tell(self, message: protocol.Message, fd: int | None = None, done: Done = ignore) -> None:
+        """Send a message, as soon as the engine reads. ``done`` is called once, now or later."""
+        self._outbox.send(message, fd, done)
 
     def tell_worker_gone(self) -> None:
         """See ``WorkerGone``."""
-        try:
-            self._send(WorkerGone())
-        except PeerClosed:
-            pass  # then it asks no more
-
-    def _send(self, message: protocol.Message, fd: int | None = None) -> None:
-        with self._lock:
-            self._channel.send(message, fd)
+        self.tell(WorkerGone())
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""
         self._channel.shutdown()
 
     def close(self) -> None:
-        self._channel.close()
+        self._outbox.close()
         self.pool.close()
 
 

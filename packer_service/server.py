@@ -8,19 +8,22 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
+from packer_service.devices.calls import DeviceCall, Watch
 from packer_service.door import Door, check_path
 from packer_service.engine_session import EngineSession
-from packer_service.errors import DeviceError, HandshakeError, NotNow, PackerError
+from packer_service.errors import HandshakeError, NotNow, PackerError
 from packer_service.pool import Budget, Pool
 from packer_service.protocol import Hello, Welcome
 from packer_service.worker_session import WorkerSession
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 1.0
 _END_S = 5.0
 _EXIT_HUNG = 70
+_dying = threading.Lock()  # of the first thread that ends the process, for good
+_LAST_WORDS_S = 0.5  # what the log gets of a packer that ends itself
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
 
@@ -124,20 +129,31 @@ class Server:
     # -- the watchdog --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A copy that never ends cannot be given up in this process: it ends, and whoever runs it starts it again."""
-        looks = max(int(self.settings.hang_s / _WATCH_S), 1)
-        while not self._stopping:
+        """A call to the device that never returns cannot be given up in this process: it ends, to be started again.
+
+        Also one that the end of this packer waits for. This thread takes no lock, touches no file and leaves what it has to
+        say to another: whatever else hangs, it does not.
+        """
+        watch, looks = Watch(), math.ceil(self.settings.hang_s / _WATCH_S)
+        while True:
             time.sleep(_WATCH_S)
-            with self._changed:
-                workers = list(self._workers)
-            for worker in workers:
-                if stuck := worker.stuck(looks):
+            try:
+                stuck = watch.stuck(looks)
+            except Exception as error:
+                _say_soon(logging.ERROR, f"the watchdog could not look: {error!r}")
+            else:
+                if stuck is not None:
                     self._die(f"{stuck} does not end (setting hang_s = {self.settings.hang_s:g})")
 
     def _die(self, reason: str) -> None:
-        logger.critical("packer ends so that it is started again: %s", reason)
-        logging.shutdown()
-        os._exit(_EXIT_HUNG)
+        """End the process at once; what it says of that may find nobody who reads, or a lock that is not let go of."""
+        try:
+            if _dying.acquire(blocking=False):
+                _say_soon(logging.CRITICAL, f"packer ends so that it is started again: {reason}")
+            else:
+                time.sleep(_LAST_WORDS_S)  # another thread says why
+        finally:
+            os._exit(_EXIT_HUNG)
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -165,12 +181,13 @@ class Server:
                 with self._changed:
                     self.refused += 1
                 return
-            self.device.bind_thread()
+            with DeviceCall("a call that lets the session of a new %s use the device", hello.role):
+                self.device.bind_thread()
             if hello.role == "engine":
                 self._serve_engine(channel, hello)
             else:
                 self._serve_worker(channel, hello)
-        except DeviceError as error:
+        except PackerError as error:
             logger.error("a peer cannot be served: %s", error)
         except Exception:
             logger.exception("a session failed")
@@ -272,3 +289,11 @@ class Server:
                 self._unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
+
+
+def _say_soon(level: int, message: str) -> None:
+    """Log on another thread, and wait for that no longer than ``_LAST_WORDS_S``."""
+    saying = threading.Thread(target=logger.log, args=(level, message), name="last-words", daemon=True)
+    with suppress(RuntimeError):  # no more threads: it stays unsaid
+        saying.start()
+        saying.join(_LAST_WORDS_S)

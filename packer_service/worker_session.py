@@ -7,16 +7,17 @@ behind the wait for the worker's marker, and the finisher thread sleeps until th
 together meanwhile; if it does not come after all, that is taken back (OUTPUT_GONE). Once the copies are done and the second
 message is there, the output is settled: OUTPUT_READY goes to the engine, and only after that send is it acknowledged to the
 worker (a word on its ack page, or a message), so that an output is always in the worker's arena or in the engine's hands. From
-then on the regions are the engine's leases. What failed is nacked; the worker sends it another way.
+then on the regions are the engine's leases. What failed is nacked; the worker sends it another way. Nothing of this waits
+until a peer reads (packer_service.outbox).
 An import that is this output's alone is closed in between: with the answer, its memory is the worker's to free.
 
 Note [When a worker is gone]
 The end of its connection does not say whether it died (packer_service.timeline does). If it is dead, its imports keep the
 device memory alive, so whatever its device had completed is still copied and delivered. What had not been completed never
-will be: those transfers are marked, the counter is forced so that the stream moves on, their copies are discarded and their
-regions released only after the stream has passed them. If it only hung up, it exports everything again somewhere, and its
-device goes on and will still write the counter: then nothing is forced, published or failed, and what was submitted ends
-when the worker's own forward does, or when the worker dies after all.
+will be: those transfers are marked, the counter is forced until the stream has passed them (the device may write a little
+longer), their copies are discarded and their regions released only then. If it only hung up, it exports everything again
+somewhere, and its device goes on and will still write the counter: then nothing is forced, published or failed, and what was
+submitted ends when the worker's own forward does, or when the worker dies after all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from packer_service import protocol
 from packer_service.ack_page import AckPage
 from packer_service.config import Settings
 from packer_service.devices.base import Arena, Device, Marker, Stream, Timeline
+from packer_service.devices.calls import DeviceCall
 from packer_service.engine_session import EngineSession, refuse
 from packer_service.errors import DescriptorLost, DeviceBusy, DeviceError, PackerError, PeerClosed, ProtocolError
 from packer_service.memory import check_memfd
+from packer_service.outbox import Outbox
 from packer_service.pool import Region
 from packer_service.protocol import (
     Ack,
@@ -70,8 +73,9 @@ _COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 MAX_TRANSFERS = 4096  # outputs of one worker in flight; its arena and overflow bound them long before
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
 MAX_ARENAS = 1024  # chunks of one worker: each is a mapping
-_LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers
+_LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers, and its engine to read what they wait for
 _BUSY_POLL_S = 0.001
+_INCOMPLETE = "the worker died before the output was complete on the device"
 
 
 @dataclass
@@ -94,11 +98,17 @@ class Transfer:
         return self.export.output
 
 
+Then = Callable[[Transfer, Exception | None], None]
+
+
 class WorkerSession:
     """One worker: its arena chunks and its timeline imported here, one stream, its outputs in flight.
 
-    Two threads: the reader (in ``serve``) takes messages and submits copies; the finisher waits for copies, publishes and
-    acknowledges. ``_lock`` guards ``_transfers``, every Transfer in it, and ``_closing``.
+    Two threads: the reader (in ``serve``) takes messages and submits copies; the finisher waits for copies. Whichever finds an
+    output copied and both its messages there settles it. One of the two submits at a time: the reader, unless a transfer has
+    to wait for room or for the device; then that one and all behind it are the finisher's (``_unsubmitted`` counts them).
+    ``_lock`` guards the tables and the transfers in them and is held for bookkeeping alone: for no call to the device or the
+    pool, and for no send. The regions and the marker of a transfer are written by whoever submits it.
     """
 
     def __init__(
@@ -113,13 +123,12 @@ class WorkerSession:
     ) -> None:
         self.name = name
         self.engine = engine
-        self.outputs = 0  # published; written under _lock
-        self.nacks = 0
         self._channel = channel
+        self._outbox = Outbox(name, channel)
         self._device = device
         self._on_device_failure = on_device_failure
         self._wait_s = settings.wait_s
-        self._stream: Stream = device.open_stream()
+        self._stream: Stream  # opened in ``serve``
         self._arenas: dict[int, Arena | str] = {}  # or why the import failed
         self._closing: set[int] = set()  # imports that are let go of, until the worker is told that they are closed
         self._timeline: Timeline | None = None
@@ -128,13 +137,13 @@ class WorkerSession:
         self._leave = leave  # the packer stops: wait for no forward any more
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
+        self._delivering = 0  # transfers that are settled and of which the engine is not told yet
         self._unanswered: dict[str, str] = {}  # outputs whose nack found nobody, and why they failed
-        self._synchronizing: Transfer | None = None  # whose copies the finisher waits for; written by it alone
-        self._watched: Transfer | None = None  # watchdog only: the copy it last saw under way,
-        self._looks = 0  # and how many times in a row
-        self._host_memfds = 0  # of these transfers; written under _lock
+        self._forced = 0  # what the counter was forced to for a live worker's broken device; the reader's
+        self._dead = False  # the worker is; written by the reader
+        self._host_memfds = 0  # of the transfers
         self._unsubmitted = 0  # transfers in the queue whose copies the finisher has to submit first
-        self._finishing: queue.SimpleQueue[Transfer | Callable[[], object] | None] = queue.SimpleQueue()
+        self._finishing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -144,24 +153,27 @@ class WorkerSession:
 
         False where the packer stops and copies are still under way: nothing they use was given back.
         """
-        self._device.bind_thread()
-        self._finisher.start()
+        self._stream = self._device.open_stream()
+        try:
+            self._finisher.start()
+        except RuntimeError as error:
+            self._stream.close()
+            raise PackerError(f"{error} for a worker: raise the pids limit of this process's cgroup") from error
         reason = ""
         try:
             while True:
                 lost = None
                 try:
-                    received = self._channel.receive()
+                    received = self._channel.receive(_LIVENESS_POLL_S if self._hold_forced() else None)
                 except DescriptorLost as error:
                     self._channel.skip()
                     received, lost = (error.message, []), error
-                assert received is not None
+                if received is None:
+                    continue
                 message, fds = received
                 try:
                     if lost is None or not self._hand_back(message, lost):
                         self._handle(message, fds)
-                except PeerClosed:  # an answer found nobody; what the worker sent before it died is still to be read
-                    pass
                 finally:
                     close_fds(fds)
         except PeerClosed:
@@ -181,7 +193,7 @@ class WorkerSession:
             self._channel.shutdown()
             raise
         finally:
-            ended = self._end(reason or "the worker died before the output was complete on the device")
+            ended = self._end(reason or _INCOMPLETE)
         return ended
 
     def _handle(self, message: protocol.Message, fds: list[int]) -> None:
@@ -204,7 +216,8 @@ class WorkerSession:
             case protocol.MapTimeline():
                 if self._timeline is not None or not fds:
                     raise ProtocolError("a worker sends its timeline once, with its memfd")
-                self._timeline = self._device.open_timeline(TimelinePage.attach(fds.pop()))
+                with DeviceCall("the registration of the timeline of worker %s", self.name):
+                    self._timeline = self._device.open_timeline(TimelinePage.attach(fds.pop()))
                 self._generation = message.generation
             case protocol.MapAcks():
                 if self._ack_page is not None or not fds:
@@ -213,7 +226,7 @@ class WorkerSession:
             case Fail():
                 self._fail(message)
             case Ping():
-                self._channel.send(Pong())
+                self._outbox.send(Pong())
             case Probe():
                 self._start(Export(_PROBE, message.ready, (message.piece,), message.event), message)
             case _:
@@ -248,19 +261,20 @@ class WorkerSession:
     def _map_arena(self, message: MapArena, fds: list[int]) -> None:
         self._check_new(message)
         try:
-            self._arenas[message.arena] = self._device.open_arena(message.handle, fds, message.nbytes)
+            with DeviceCall("the import of chunk %d of worker %s", message.arena, self.name):
+                self._arenas[message.arena] = self._device.open_arena(message.handle, fds, message.nbytes)
         except (DeviceError, OSError) as error:
             logger.error("worker %s: arena chunk %d cannot be imported: %s", self.name, message.arena, error)
             self._arenas[message.arena] = str(error)
 
     def _unmap_arenas(self, numbers: Iterable[int], answer: Ack | Nack | Unmapped) -> None:
-        """Close these imports, which are in ``_closing``; then the finisher sends ``answer``, for sending may wait."""
+        """Close these imports, which are in ``_closing``, and then send ``answer``."""
         found = [self._arenas.pop(number, "") for number in numbers]
         arenas = [arena for arena in found if not isinstance(arena, str)]
         for arena in arenas[:-1]:
             arena.close()
         if arenas:  # closed in order: after the last one, all are
-            arenas[-1].close(functools.partial(self._finishing.put, functools.partial(self._closed, numbers, answer)))
+            arenas[-1].close(functools.partial(self._closed, numbers, answer))
         else:
             self._closed(numbers, answer)
 
@@ -281,23 +295,25 @@ class WorkerSession:
 
     def _start(self, export: Export, second: Probe | None = None) -> None:
         """Submit the copies now, if there is room now; otherwise leave them to the finisher, which may wait."""
-        if export.pieces and not export.event and self._timeline is None:
+        if export.pieces and self._timeline is None:
             raise ProtocolError("an output came before the worker's timeline")
         with self._lock:
             if export.output in self._transfers:
                 raise ProtocolError(f"output {export.output} is exported already")
-            if len(self._transfers) >= MAX_TRANSFERS:
+            if len(self._transfers) + self._delivering >= MAX_TRANSFERS:
                 raise ProtocolError(f"{MAX_TRANSFERS} outputs are in flight already")
             for piece in export.pieces:
                 self._check(piece)
             if export.close:
                 self._check_unused(set(export.close))
             transfer = self._transfers[export.output] = Transfer(export, copied=not export.pieces, second=second)
-            if transfer.copied:
-                return
-            if not self._unsubmitted:
-                self._try_submit(transfer, timeout_s=0.0)
-            if transfer.marker is None:
+            ours = not self._unsubmitted
+        if transfer.copied:
+            return
+        if ours:
+            self._try_submit(transfer, timeout_s=0.0)
+        if transfer.marker is None:
+            with self._lock:
                 self._unsubmitted += 1
         self._finishing.put(transfer)
 
@@ -321,30 +337,26 @@ class WorkerSession:
                 transfer.host_fd = fds.pop()
                 self._host_memfds += 1
             transfer.abandoned = transfer.abandoned or refusal
-        self._announce(transfer, message, wait=False)
+        self._announce(transfer, message)
         with self._lock:
             transfer.second = message  # whoever comes second, this or the end of the copy, settles
             copied = transfer.copied
         if copied:
-            self._complete(transfer)
+            self._settle(transfer)
 
-    def _announce(self, transfer: Transfer, second: Skeleton | Withdraw | Probe | None, *, wait: bool) -> None:
-        """Have the engine put a plain output together while it is copied. Where it cannot be told now, it hears of it later."""
+    def _announce(self, transfer: Transfer, second: Skeleton | Withdraw | Probe | None) -> None:
+        """Have the engine put a plain output together while it is copied. Where it cannot be told, it hears of it later."""
         under_way = transfer.marker is not None and not transfer.copied and not transfer.abandoned
         if not under_way or transfer.announced or not isinstance(second, Skeleton) or not second.plain:
             return
         leases = _leases(transfer)
+        transfer.announced = leases[0].lease
         message = OutputComing(transfer.output, leases, second.body)
-        try:
-            if self.engine.publish(message, transfer.host_fd, wait=wait):
-                transfer.announced = leases[0].lease
-        except (PackerError, OSError):  # it is met again when the output is published
-            pass
+        self.engine.publish(message, transfer.host_fd, functools.partial(self._announcement_sent, transfer))
 
-    def _complete(self, transfer: Transfer) -> None:
-        """Settle on the reader's thread unless the engine does not read: that must not keep the worker from its Pong."""
-        if not self._settle(transfer, wait=False):
-            self._finishing.put(transfer)
+    def _announcement_sent(self, transfer: Transfer, error: Exception | None) -> None:
+        if error is not None:
+            transfer.announced = 0  # the error is met again when the output is published
 
     def _fail(self, message: Fail) -> None:
         """The worker's device broke: release the wait that nothing will meet, and let the engine know."""
@@ -353,17 +365,27 @@ class WorkerSession:
             if transfer is None or (transfer.copied and transfer.second is not None):
                 return  # it was complete after all
             transfer.second = Withdraw(message.output, message.error)
+            transfer.abandoned = transfer.abandoned or message.error or "its worker's device broke"
             copied = transfer.copied
             # What came before must not pass for complete. The worker fails its outputs in order, so that is for a broken one.
             before = [t for t in self._incomplete() if t.export.ready < transfer.export.ready]
-            if all(isinstance(t.second, Withdraw) or t.abandoned for t in before):
-                self._force(transfer.export.ready)
+            if all(t.abandoned or isinstance(t.second, Withdraw) for t in before):
+                self._forced = max(self._forced, transfer.export.ready)
+        self._hold_forced()
         if copied:
-            self._complete(transfer)
+            self._settle(transfer)
 
-    def _force(self, value: int) -> None:
-        if self._timeline is not None and self._timeline.page.counter < value:
-            self._timeline.page.counter = value
+    def _hold_forced(self) -> bool:
+        """Force the counter, also where the broken device wrote it after that; whether a copy still needs it."""
+        if not self._forced or self._timeline is None:
+            return False
+        page = self._timeline.page
+        if page.counter < self._forced:
+            page.counter = self._forced
+        with self._lock:
+            needed = any(not t.copied and t.export.ready <= self._forced for t in self._transfers.values())
+        self._forced = self._forced if needed else 0
+        return needed
 
     def _check(self, piece: Piece) -> None:
         """A piece must lie inside its chunk, as the device itself measured it."""
@@ -393,17 +415,19 @@ class WorkerSession:
                 transfer.abandoned = str(error)
                 self.engine.pool.complain()
             return
-        try:
-            transfer.marker = self._submit(transfer.export, transfer.regions)
-        except DeviceBusy:  # the finisher tries again
-            return
-        except DeviceError as error:
-            self._check_device()
-            transfer.abandoned = str(error)
-            transfer.marker = self._stream.record()  # what was submitted must be past before the regions go back
+        due = functools.partial(self._is_due, transfer)  # before that, the stream may hold as much as it can
+        with DeviceCall("the submission of output %s of worker %s", transfer.output, self.name, due=due):
+            try:
+                transfer.marker = self._submit(transfer.export, transfer.regions)
+            except DeviceBusy:  # the finisher tries again
+                return
+            except DeviceError as error:
+                self._check_device()
+                transfer.abandoned = str(error)
+                transfer.marker = self._stream.record()  # what was submitted must be past before the regions go back
 
     def _submit(self, export: Export, regions: list[Region]) -> Marker:
-        if export.event:
+        if export.event and not self._dead:  # the page says what a dead worker completed
             self._stream.wait_event(export.event)
         else:
             assert self._timeline is not None  # _start looked
@@ -417,21 +441,21 @@ class WorkerSession:
 
     def _check_device(self) -> None:
         """An error of one call fails one output; one that breaks the context ends the packer, which is started again."""
-        if failure := self._device.failure():
+        with DeviceCall("a query of the device"):
+            failure = self._device.failure()
+        if failure:
             self._on_device_failure(f"the device cannot be used any more: {failure}")
 
     # -- the finisher --------------------------------------------------------------------------------------------------
 
     def _finish_all(self) -> None:
-        self._device.bind_thread()
-        while (job := self._finishing.get()) is not None:
+        try:
+            self._device.bind_thread()
+        except DeviceError as error:
+            self._on_device_failure(f"a thread cannot use the device: {error}")
+        while (transfer := self._finishing.get()) is not None:
             try:
-                if isinstance(job, Transfer):
-                    self._finish_or_abandon(job)
-                else:
-                    job()
-            except PeerClosed:
-                pass  # the reader sees it too, and ends the session
+                self._finish_or_abandon(transfer)
             except Exception:
                 logger.exception("worker %s cannot be answered and is disconnected", self.name)
                 self.disconnect()  # it exports elsewhere what it was told nothing of
@@ -439,8 +463,6 @@ class WorkerSession:
     def _finish_or_abandon(self, transfer: Transfer) -> None:
         try:
             self._finish(transfer)
-        except PeerClosed:
-            raise
         except Exception as error:
             logger.exception("output %s failed in the packer", transfer.output)
             self._check_device()
@@ -452,9 +474,6 @@ class WorkerSession:
                 self._settle(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
-        if transfer.copied:  # the reader completed it
-            self._settle(transfer)
-            return
         if transfer.marker is None:
             wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
             while transfer.marker is None and not transfer.abandoned:
@@ -464,37 +483,62 @@ class WorkerSession:
             with self._lock:
                 self._unsubmitted -= 1
                 second = transfer.second
-            self._announce(transfer, second, wait=True)
+            self._announce(transfer, second)
         if transfer.marker is not None:
-            self._synchronizing = transfer
-            transfer.marker.synchronize()
-            self._synchronizing = None
+            due = functools.partial(self._is_due, transfer)
+            with DeviceCall("the copy of output %s of worker %s", transfer.output, self.name, due=due):
+                transfer.marker.synchronize()
         with self._lock:
             transfer.copied = True
             complete = transfer.second is not None
         if complete:
             self._settle(transfer)
 
-    def _settle(self, transfer: Transfer, *, wait: bool = True) -> bool:
-        """Copied, and both messages there: publish and acknowledge, or hand back. False where that has to wait and may not."""
+    def _is_due(self, transfer: Transfer) -> bool:
+        """Whether its wait is met, and so those of all before it in the stream."""
+        return self._timeline is not None and self._timeline.page.counter >= transfer.export.ready
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Copied, and both messages there: publish and acknowledge, or hand back."""
         with self._lock:
             self._transfers.pop(transfer.output, None)
             self._closing.update(transfer.export.close)
-        if self._timeline is not None and self._timeline.page.generation != self._generation:
+        page = self._timeline.page if self._timeline is not None else None
+        if page is not None and transfer.export.pieces and page.completed < transfer.export.ready:
+            transfer.abandoned = transfer.abandoned or _INCOMPLETE  # another connection's session forced the counter
+        if page is not None and page.generation != self._generation:
             self._drop(transfer)  # see packer_service.timeline: it may have been overwritten, and is exported again
         elif isinstance(transfer.second, Probe):
             self._answer_probe(transfer)
         elif isinstance(transfer.second, Withdraw):
             self._drop(transfer)
-            error = transfer.second.error
-            if error and not self._tell_engine(OutputReady(transfer.output, error=error), wait=wait):
-                return False
-            self._unmap_arenas(transfer.export.close, Ack(transfer.output))
+            if transfer.second.error:
+                self._deliver(
+                    transfer, OutputReady(transfer.output, error=transfer.second.error), None, self._withdrawn
+                )
+            else:
+                self._withdrawn(transfer, None)
         elif transfer.abandoned:
             self._nack(transfer)
         else:
-            return self._publish(transfer, wait=wait)
-        return True
+            self._publish(transfer)
+
+    def _deliver(self, transfer: Transfer, message: OutputReady, fd: int | None, then: Then) -> None:
+        """Send the engine its last message of this output; ``then`` is called when it is sent or cannot be."""
+        with self._lock:
+            self._delivering += 1
+        self.engine.publish(message, fd, functools.partial(self._told, transfer, then))
+
+    def _told(self, transfer: Transfer, then: Then, error: Exception | None) -> None:
+        try:
+            then(transfer, error)
+        finally:
+            with self._lock:
+                self._delivering -= 1
+
+    def _withdrawn(self, transfer: Transfer, error: Exception | None) -> None:
+        self._log_untold(transfer.output, error)
+        self._unmap_arenas(transfer.export.close, Ack(transfer.output))
 
     def _answer_probe(self, transfer: Transfer) -> None:
         """A probe does once, for nothing, what every output needs: wait for the marker, copy, read."""
@@ -505,9 +549,9 @@ class WorkerSession:
             with memoryview(region.segment.memory.buffer)[region.offset : region.offset + region.nbytes] as data:
                 digest = hashlib.sha256(data).digest()
         self._drop(transfer)
-        self._channel.send(Probed(digest, transfer.abandoned[:4000]))
+        self._outbox.send(Probed(digest, transfer.abandoned[:4000]))
 
-    def _publish(self, transfer: Transfer, *, wait: bool) -> bool:
+    def _publish(self, transfer: Transfer) -> None:
         skeleton = transfer.second
         assert isinstance(skeleton, Skeleton)
         if transfer.announced:
@@ -515,23 +559,21 @@ class WorkerSession:
         else:
             message, fd = OutputReady(transfer.output, _leases(transfer), skeleton.body), transfer.host_fd
         self.engine.pool.lease(transfer.regions)
-        try:
-            if not self.engine.publish(message, fd, wait=wait):
-                transfer.regions = self.engine.pool.reclaim(transfer.regions)
-                return False
-        except (PackerError, OSError) as error:
-            transfer.regions = self.engine.pool.reclaim(transfer.regions)
-            if isinstance(error, PeerClosed):
-                self._drop(transfer)
-                raise
+        self._deliver(transfer, message, fd, self._published)
+
+    def _published(self, transfer: Transfer, error: Exception | None) -> None:
+        if error is None:
+            transfer.regions, transfer.announced = [], 0  # the engine's now
+            self._drop(transfer)
+            assert isinstance(transfer.second, Skeleton)
+            self._acknowledge(transfer.export, transfer.second)
+            return
+        transfer.regions = self.engine.pool.reclaim(transfer.regions)
+        if isinstance(error, PeerClosed):
+            self._drop(transfer)
+        else:
             transfer.abandoned = f"OUTPUT_READY could not be sent: {error}"
             self._nack(transfer)
-            return True
-        transfer.regions, transfer.announced = [], 0  # the engine's now
-        self._drop(transfer)
-        self.outputs += 1
-        self._acknowledge(transfer.export, skeleton)
-        return True
 
     def _acknowledge(self, export: Export, skeleton: Skeleton) -> None:
         """The engine has it. A note on the ack page where the worker holds only slots for it, which it misses when it runs out
@@ -544,31 +586,28 @@ class WorkerSession:
     def _nack(self, transfer: Transfer) -> None:
         """Tell the worker to send this output another way; where the worker is gone, tell the engine that it failed."""
         self._drop(transfer)
-        self.nacks += 1
         logger.warning("output %s of worker %s is handed back: %s", transfer.output, self.name, transfer.abandoned)
         nack = Nack(transfer.output, transfer.abandoned[:4000])
         self._unanswered[nack.output] = nack.reason  # the engine's to know, if the worker dies before it does
         self._unmap_arenas(transfer.export.close, nack)
 
     def _answer(self, answer: Ack | Nack | Unmapped) -> None:
-        """Send it. A nack that finds nobody stays in ``_unanswered``; for anything else that is PeerClosed."""
-        try:
-            self._channel.send(answer)
-        except PeerClosed:
-            if not isinstance(answer, Nack):
-                raise
-        else:
-            if isinstance(answer, Nack):
+        """Send it. A nack that finds nobody, or only the socket of a dead worker, stays in ``_unanswered``."""
+        self._outbox.send(answer, done=functools.partial(self._answered, answer))
+
+    def _answered(self, answer: Ack | Nack | Unmapped, error: Exception | None) -> None:
+        if error is None:
+            if isinstance(answer, Nack) and (self._timeline is None or self._timeline.page.owner_lives()):
                 self._unanswered.pop(answer.output, None)
+        elif not isinstance(error, PeerClosed):
+            logger.error("worker %s cannot be answered and is disconnected: %s", self.name, error)
+            self.disconnect()  # it exports elsewhere what it was told nothing of
 
     def _drop(self, transfer: Transfer) -> None:
         """Give back what the transfer still holds."""
         if transfer.announced:
-            gone = OutputGone(transfer.announced)
+            self.engine.tell(OutputGone(transfer.announced), done=functools.partial(self._log_untold, transfer.output))
             transfer.announced = 0
-            # The reader must not wait. The finisher must: it may have no later.
-            if not self._tell_engine(gone, wait=threading.current_thread() is self._finisher):
-                self._finishing.put(functools.partial(self._tell_engine, gone))
         for region in transfer.regions:
             self.engine.pool.release(region.number)
         transfer.regions = []
@@ -578,32 +617,45 @@ class WorkerSession:
             with self._lock:
                 self._host_memfds -= 1
 
-    def _tell_engine(self, message: OutputReady | OutputGone, *, wait: bool = True) -> bool:
-        """Of an output that failed, or does not come after all. False where that has to wait and may not."""
-        try:
-            return self.engine.tell(message, wait=wait)
-        except PeerClosed:
-            logger.info("engine %s is gone before it could be told %s", self.engine.name, message)
-        except OSError as error:
-            logger.error("engine %s cannot be told %s: %s", self.engine.name, message, error)
-        return True
+    def _log_untold(self, output: str, error: Exception | None) -> None:
+        """Of an output that failed, or does not come after all."""
+        if isinstance(error, PeerClosed):
+            logger.info("engine %s is gone before it could be told that output %s failed", self.engine.name, output)
+        elif error is not None:
+            logger.error("engine %s cannot be told that output %s failed: %s", self.engine.name, output, error)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> bool:
         """See the finisher off, then give everything back. False where the packer stops and copies are still under way."""
-        dead = self._see_off(reason)
+        tell = self._see_off(reason)
         self._finishing.put(None)
-        self._finisher.join(_LEAVE_S if self._leave.is_set() else _LAST_SEND_S)
-        self._channel.shutdown()  # a worker that lives and does not read may hold the finisher in a send
-        self._finisher.join(_LEAVE_S if self._leave.is_set() else None)
-        if self._finisher.is_alive():
-            return False
-        self._close(dead)
+        patience_s = _LEAVE_S
+        while self._finisher.is_alive():
+            self._end_waits()
+            self._finisher.join(_LIVENESS_POLL_S)
+            if self._leave.is_set():
+                patience_s -= _LIVENESS_POLL_S
+                if patience_s <= 0:
+                    return False
+        if not self._dead:
+            deadline = time.monotonic() + (_LEAVE_S if self._leave.is_set() else _LAST_SEND_S)
+            while self._delivering and time.monotonic() < deadline:
+                time.sleep(_LIVENESS_POLL_S)
+            self._outbox.flush(deadline - time.monotonic())
+        self._channel.shutdown()
+        self._close(tell)
         return True
 
+    def _end_waits(self) -> None:
+        """Release whatever waits for a dead worker's device, which may have undone the last time."""
+        if self._dead and self._timeline is not None:
+            with self._lock:
+                value = max((t.export.ready for t in self._transfers.values() if not t.copied), default=0)
+            self._timeline.page.end_at(value)
+
     def _see_off(self, reason: str) -> bool:
-        """Wait until it is known whether the worker died and until the finisher has nothing left to wait for. Whether it died.
+        """Wait until it is known whether the worker died, or nothing it completes is waited for. Whether its engine is to know.
 
         See Note [When a worker is gone].
         """
@@ -611,16 +663,15 @@ class WorkerSession:
             return bool(self._transfers)
         page = self._timeline.page
         while True:
-            dead = not page.owner_lives()
+            self._dead = not page.owner_lives()
             void = page.generation != self._generation
             with self._lock:
                 incomplete = self._incomplete()
-                if dead:
+                if self._dead:
                     for transfer in incomplete:
                         transfer.abandoned = reason
-            if dead:
-                for transfer in incomplete:
-                    self._force(transfer.export.ready)
+            if self._dead:
+                self._end_waits()
                 return not void
             if void and not incomplete:
                 return False
@@ -632,8 +683,8 @@ class WorkerSession:
 
     def _incomplete(self) -> list[Transfer]:
         """What the worker's device has not finished. ``_lock`` is held."""
-        counter = self._timeline.page.counter if self._timeline is not None else 0
-        return [t for t in self._transfers.values() if not t.copied and t.export.ready > counter]
+        completed = self._timeline.page.completed if self._timeline is not None else 0
+        return [t for t in self._transfers.values() if not t.copied and t.export.ready > completed]
 
     def _due(self) -> Transfer | None:
         """The copy that the device should be at, or None where the first that is not done waits for its forward.
@@ -645,18 +696,20 @@ class WorkerSession:
             first = next((t for t in self._transfers.values() if t.marker and not t.copied), None)
             return first if first is not None and first.export.ready <= counter else None
 
-    def _close(self, dead: bool) -> None:
+    def _close(self, tell: bool) -> None:
         """Give everything back; what a dead worker left half-sent fails."""
         for transfer in self._transfers.values():  # no second message ever came
             self._drop(transfer)
             self._unanswered[transfer.output] = "the worker died while it was sending this output"
         self._transfers.clear()
-        if dead:
-            for output, reason in self._unanswered.items():
-                self._tell_engine(OutputReady(output, error=reason))
+        if tell:
+            for output, reason in self._unanswered.copy().items():
+                done = functools.partial(self._log_untold, output)
+                self.engine.tell(OutputReady(output, error=reason), done=done)
             self.engine.tell_worker_gone()
         self._stream.close()
-        for arena in self._arenas.values():
+        arenas, self._arenas = self._arenas, {}  # an ack that comes later finds none to close
+        for arena in arenas.values():
             if not isinstance(arena, str):
                 arena.close()
         if self._timeline is not None:
@@ -664,7 +717,7 @@ class WorkerSession:
         if self._ack_page is not None:
             self._ack_page.close()
         self._device.drain()
-        self._channel.close()  # only now may the worker free its memory
+        self._outbox.close()  # only now may the worker free its memory
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""
@@ -688,21 +741,6 @@ class WorkerSession:
             else:
                 state = "copying"
             return state if transfer.second is not None else f"{state}, and its worker has not sent its skeleton"
-
-    # -- the watchdog --------------------------------------------------------------------------------------------------
-
-    def stuck(self, looks: int) -> str:
-        """Called at intervals by one thread: which copy has been due for the last ``looks`` of them; empty while all move.
-
-        It counts looks rather than time, in which this process may have been stopped. Nor is a copy stuck that may long be
-        done, where the finisher sends to an engine that does not read.
-        """
-        due = self._due()
-        if due is not self._synchronizing:
-            due = None
-        self._looks = self._looks + 1 if due is not None and due is self._watched else 0
-        self._watched = due
-        return f"the copy of output {due.output} of worker {self.name}" if due and self._looks >= looks else ""
 
 
 def _leases(transfer: Transfer) -> tuple[Lease, ...]:

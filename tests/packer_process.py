@@ -88,7 +88,8 @@ def full_table(pid: int) -> Iterator[None]:
 class Packer:
     """One ``packer_service serve`` process. ``report`` is what it wrote when it was ready, or why it never was."""
 
-    def __init__(self, directory: Path, *flags: str, **settings: object) -> None:
+    def __init__(self, directory: Path, *flags: str, log_to: int | None = None, **settings: object) -> None:
+        """``log_to``: the descriptor that it logs to, in place of the file behind ``log``."""
         directory.mkdir(mode=0o700, exist_ok=True)
         key_file = directory / "key"
         if not key_file.exists():
@@ -107,7 +108,7 @@ class Packer:
                 env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
                 pass_fds=[writer],
                 stdin=subprocess.DEVNULL,
-                stderr=log,
+                stderr=log if log_to is None else log_to,
             )
         os.close(writer)
         with os.fdopen(reader, "rb") as pipe:
@@ -150,7 +151,7 @@ class Packer:
 
 
 @contextlib.contextmanager
-def running_packer(directory: Path, *flags: str, **settings: object) -> Iterator[Packer]:
+def running_packer(directory: Path, *flags: str, **settings: Any) -> Iterator[Packer]:
     """A packer that is ready, stopped at the end of the block."""
     packer = Packer(directory, *flags, **settings)
     try:

@@ -958,6 +958,25 @@ def test_a_ping_is_answered_while_the_engine_does_not_read(pair):
     assert 0 < len(answers) - 1 < 20
 
 
+def test_a_ping_is_answered_at_once_also_where_the_engine_holds_up_all_that_is_sent_to_it(packer, others):
+    """It asks and does not read the answers; each of the outputs is tried twice."""
+    number = 100
+    with session(packer) as (engine, worker):
+        transfer(engine, worker)
+        for _ in range(1000):  # more than fits its connection either way
+            if not engine.channel.try_send(protocol.Describe("o" * 128)):
+                time.sleep(0.001)
+        begin = time.monotonic()
+        for n in range(number):
+            worker.export(f"unread-{n}", worker.write(b"x"))
+            worker.skeleton(f"unread-{n}", bytes(protocol.MAX_PAYLOAD_BYTES // 2), plain=True)
+        worker.channel.send(Ping())
+        while worker.answer() != Pong():
+            pass
+        assert time.monotonic() - begin < 2.0
+        assert [engine.next().output for _ in range(number)] == [f"unread-{n}" for n in range(number)]
+
+
 def test_a_worker_that_only_said_hello_is_not_missed(packer, pair):
     engine, worker = pair
     gone = packer.log.count("is gone")

@@ -51,7 +51,11 @@ class Stream(Protocol):
         ...
 
     def wait_event(self, handle: bytes) -> None:
-        """The same for the worker's interprocess event behind ``handle`` as it was last recorded."""
+        """The same for the worker's interprocess event behind ``handle``. DeviceBusy until that is complete, as last recorded.
+
+        An event that is not when its process dies never will be, and nor will a stream that waits for it
+        (benchmarks/dead_worker.py).
+        """
         ...
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from packer_service.devices.base import nothing
+from packer_service.devices.calls import DeviceCall
 from packer_service.errors import DeviceBusy
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ Met = Callable[[], bool]
 class Closer:
     """Closes what it is given, in order, on a thread of its own. See Note [What a close waits for].
 
-    ``_lock`` guards ``_unmet``, and is held for a close and while a wait is submitted. Only the thread writes ``_busy``.
+    ``_lock`` guards ``_unmet``, and is held for no driver call: a wait is entered there before it is submitted, and only while
+    nothing is to be closed; the thread says that it is ``_busy`` before it looks there. Only the thread writes ``_busy``.
     """
 
     def __init__(self, bind_thread: Callable[[], None]) -> None:
@@ -48,13 +50,16 @@ class Closer:
         """Call ``submit``, which has a stream wait for what ``met`` tells of. DeviceBusy where it may not wait now."""
         with self._lock:
             self._forget_met()
-            if met():
-                submit()
-            elif self._busy or not self._jobs.empty():
-                raise DeviceBusy("memory is being given back")
-            else:
-                submit()
+            if not met():
+                if self._busy or not self._jobs.empty():
+                    raise DeviceBusy("memory is being given back")
                 self._unmet.append(met)
+        try:
+            submit()
+        except BaseException:
+            with self._lock:
+                self._unmet = [other for other in self._unmet if other is not met]
+            raise
 
     def close_later(self, close: Callable[[], None], then: Callable[[], None] = nothing) -> None:
         """Have ``close`` called as soon as no stream waits, and ``then`` after it, also if it failed.
@@ -104,9 +109,10 @@ class Closer:
             with self._lock:
                 self._forget_met()
                 if not self._unmet:
-                    close()
-                    return
+                    break
             time.sleep(_POLL_S)
+        with DeviceCall("a call for memory that is given back"):
+            close()
 
     def _forget_met(self) -> None:
         self._unmet = [met for met in self._unmet if not met()]

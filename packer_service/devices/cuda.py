@@ -10,7 +10,9 @@ submitted when the forward is over, which somebody has to poll for (DeviceBusy).
 Note [The end of a copy]
 Waking a sleeping thread costs about 0.1 ms, as much as a small copy itself. How long a forward takes nobody knows, so its
 end is slept for; how long a copy takes follows from its bytes, so the thread sleeps until shortly before and polls the rest,
-for at most ``_SPIN_S``. That is the only polling there is, and a packer that waits for a forward burns nothing.
+for at most ``_SPIN_S``. That is the only polling there is, and a packer that waits for a forward burns nothing. What a copy
+took is known only if its end was seen: who sleeps too long measures that sleep, and would sleep as long the next time. So a
+look that was on time and came too late makes the next one earlier, and a thread that was held up learns nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 from packer_service import affinity
 from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.calls import DeviceCall
 from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceBusy, DeviceError
 from packer_service.timeline import TimelinePage
@@ -35,6 +38,7 @@ _WAITING_STREAMS = 3
 _SPIN_S = 0.0004
 _FIRST_GUESS_BYTES_PER_S = 50e9  # PCIe 5 x16; too high a guess only means an earlier look
 _TELLING_BYTES = 8 << 20
+_STEP = 9 / 8  # what one copy may change the rate by at most
 
 try:
     from cuda.bindings import driver
@@ -129,6 +133,25 @@ class CudaTimeline:
         self._closer.close_later(lambda: call(driver.cuMemHostUnregister, self.page.address), self.page.close)
 
 
+class CopyRate:
+    """How many bytes a second one stream copies. See Note [The end of a copy]. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = _FIRST_GUESS_BYTES_PER_S
+
+    def expected_s(self, nbytes: int) -> float:
+        return nbytes / self._bytes_per_s
+
+    def saw_end(self, nbytes: int, elapsed_s: float) -> None:
+        if nbytes >= _TELLING_BYTES:
+            lowest, highest = self._bytes_per_s / _STEP, self._bytes_per_s * _STEP
+            self._bytes_per_s = min(max(nbytes / elapsed_s, lowest), highest)
+
+    def looked_too_late(self) -> None:
+        """When the copy was expected to end, it had ended."""
+        self._bytes_per_s *= _STEP
+
+
 class CudaMarker:
     """The end of one output's copies: an event before them and one behind. See Note [The end of a copy]."""
 
@@ -141,15 +164,22 @@ class CudaMarker:
     def synchronize(self) -> None:
         call(driver.cuEventSynchronize, self._started)
         begin = time.perf_counter()
-        expected_s = self._nbytes / self._stream.bytes_per_s
-        if expected_s > _SPIN_S:
+        expected_s = self._stream.rate.expected_s(self._nbytes)
+        slept = expected_s > _SPIN_S
+        if slept:
             time.sleep(expected_s - _SPIN_S / 2)
-        deadline = time.perf_counter() + _SPIN_S
-        while (status := driver.cuEventQuery(self._done)[0]) == _NOT_READY and time.perf_counter() < deadline:
-            pass
+        looked = time.perf_counter()
+        status = driver.cuEventQuery(self._done)[0]
+        seen = status == _NOT_READY  # else it ended before anybody looked
+        while status == _NOT_READY and time.perf_counter() < looked + _SPIN_S:
+            status = driver.cuEventQuery(self._done)[0]
         if status:
             call(driver.cuEventSynchronize, self._done)
-        self._stream.finished(self._started, self._done, self._nbytes, time.perf_counter() - begin)
+        if seen:
+            self._stream.rate.saw_end(self._nbytes, time.perf_counter() - begin)
+        elif slept and looked - begin < expected_s + _SPIN_S:
+            self._stream.rate.looked_too_late()
+        self._stream.finished(self._started, self._done)
 
 
 class CudaStream:
@@ -159,7 +189,7 @@ class CudaStream:
     """
 
     def __init__(self, device: CudaDevice, closer: Closer, stream: Any, *, may_wait: bool) -> None:
-        self.bytes_per_s = _FIRST_GUESS_BYTES_PER_S
+        self.rate = CopyRate()
         self._device = device
         self._closer = closer
         self._stream = stream
@@ -172,25 +202,22 @@ class CudaStream:
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         assert isinstance(timeline, CudaTimeline)
-        self._wait(
-            lambda: timeline.page.counter >= value,
+        if not self._may_wait and timeline.page.counter < value:
+            raise DeviceBusy("other sessions have the streams that may wait")
+        self._closer.submit_wait(
+            lambda: self._closed or timeline.page.counter >= value,
             lambda: call(driver.cuStreamWaitValue64, self._stream, timeline.pointer, value, _GEQ),
         )
+        self._started, self._nbytes = self._event(), 0
 
     def wait_event(self, handle: bytes) -> None:
         event = self._imported.get(handle)
         if event is None:
             event = call(driver.cuIpcOpenEventHandle, handle_from(driver.CUipcEventHandle, handle))
             self._imported[handle] = event
-        self._wait(
-            lambda: driver.cuEventQuery(event)[0] != _NOT_READY,
-            lambda: call(driver.cuStreamWaitEvent, self._stream, event, 0),
-        )
-
-    def _wait(self, met: Callable[[], bool], submit: Callable[[], None]) -> None:
-        if not self._may_wait and not met():
-            raise DeviceBusy("other sessions have the streams that may wait")
-        self._closer.submit_wait(lambda: self._closed or met(), submit)
+        if driver.cuEventQuery(event)[0] == _NOT_READY:
+            raise DeviceBusy("the worker's event is not complete")
+        call(driver.cuStreamWaitEvent, self._stream, event, 0)
         self._started, self._nbytes = self._event(), 0
 
     def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
@@ -216,11 +243,9 @@ class CudaStream:
         call(driver.cuEventRecord, event, self._stream)
         return event
 
-    def finished(self, started: Any, done: Any, nbytes: int, elapsed_s: float) -> None:
-        """Take a marker's events back, and learn from a copy that was long enough to tell the bandwidth."""
+    def finished(self, started: Any, done: Any) -> None:
+        """Take a marker's events back."""
         self._idle += (started, done)
-        if nbytes >= _TELLING_BYTES:
-            self.bytes_per_s += (nbytes / elapsed_s - self.bytes_per_s) / 8
 
     def close(self) -> None:
         self._closed = True
@@ -277,10 +302,11 @@ class CudaDevice:
         """Register ``nbytes`` at ``address`` in pieces of 64 MiB: all of them, or none and DeviceError."""
         done: list[int] = []
         try:
-            for offset in range(0, nbytes, REGISTER_BYTES):
-                size = min(REGISTER_BYTES, nbytes - offset)
-                call(driver.cuMemHostRegister, address + offset, size, driver.CU_MEMHOSTREGISTER_PORTABLE)
-                done.append(address + offset)
+            with DeviceCall("the registration of %d bytes", nbytes):
+                for offset in range(0, nbytes, REGISTER_BYTES):
+                    size = min(REGISTER_BYTES, nbytes - offset)
+                    call(driver.cuMemHostRegister, address + offset, size, driver.CU_MEMHOSTREGISTER_PORTABLE)
+                    done.append(address + offset)
         except BaseException:
             for start in done:
                 self._unregister(start)

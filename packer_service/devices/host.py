@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.calls import DeviceCall
 from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceError, ProtocolError
 from packer_service.memory import SharedMemory
@@ -108,7 +109,11 @@ class HostDevice:
         pass
 
     def register(self, address: int, nbytes: int) -> None:
-        pass
+        with DeviceCall("the registration of %d bytes", nbytes):
+            self._pin(address, nbytes)
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        """Where the driver would be asked to."""
 
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         self._closer.close_later(nothing, then)

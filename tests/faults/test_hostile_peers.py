@@ -246,10 +246,10 @@ class MuteChannel(Channel):
 
     error: Exception | None = None
 
-    def send(self, message, fd=None):
+    def try_send(self, message, fd=None):
         if self.error is not None and isinstance(message, OutputReady):
             raise self.error
-        super().send(message, fd)
+        return super().try_send(message, fd)
 
 
 @contextlib.contextmanager
@@ -298,6 +298,36 @@ def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(er
         worker.close()
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+
+
+def test_a_worker_for_whom_no_thread_can_be_had_leaves_its_stream_to_others(monkeypatch):
+    class Counting(HostDevice):
+        streams = 0
+
+        def open_stream(self):
+            self.streams += 1
+            stream = super().open_stream()
+            close = stream.close
+            stream.close = lambda: (close(), setattr(self, "streams", self.streams - 1))
+            return stream
+
+    device = Counting()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.closing(ours):
+        channel = Channel(theirs, protocol.from_worker)
+        served = WorkerSession("worker", channel, None, device, Settings(), threading.Event(), lambda reason: None)
+        start = threading.Thread.start
+
+        def fail(thread):
+            if thread.name.startswith("finisher"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(PackerError, match="pids"):
+            served.serve()
+        assert not device.streams
+        channel.close()
 
 
 # -- peers that hold a thread ------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from packer_service import ack_page, memory, protocol, transport
-from packer_service.devices import cuda, host
+from packer_service.devices import base, calls, cuda, host
 from packer_service.devices.cuda import call, driver
-from packer_service.errors import DeviceError
+from packer_service.errors import DeviceBusy, DeviceError
 
 _FAULTS = Path(os.environ["PACKER_FAULTS"])
 
@@ -36,7 +36,14 @@ def install() -> None:
         protocol.VERSION += 1
     host.HostStream.copy_to_host = _copy_to_host  # type: ignore[method-assign]
     host.HostDevice.__init__ = _open_device  # type: ignore[method-assign]
-    host.HostDevice.register = _failing("register", DeviceError("CUDA_ERROR_OUT_OF_MEMORY"))  # type: ignore[method-assign]
+    host.HostDevice._pin = _hanging(  # type: ignore[method-assign]
+        "registration", _failing("register", DeviceError("CUDA_ERROR_OUT_OF_MEMORY"))
+    )
+    host.HostStream.record = _hanging("submission", host.HostStream.record)  # type: ignore[method-assign]
+    host.HostStream.wait_event = _wait_event  # type: ignore[method-assign]
+    host.HostDevice.open_arena = _hanging("import", host.HostDevice.open_arena)  # type: ignore[method-assign]
+    host.HostArena.close = _close_arena  # type: ignore[method-assign]
+    calls.Watch.stuck = _failing("look", RuntimeError("injected"), calls.Watch.stuck)  # type: ignore[method-assign]
     host.HostDevice.failure = lambda self: _failure()  # type: ignore[method-assign]
     host.HostTimeline.wait = _wait_timeline  # type: ignore[method-assign]
     host.HostDevice.open_timeline = _open_timeline  # type: ignore[method-assign]
@@ -68,6 +75,30 @@ def _failing(fault: str, error: Exception, function: Callable[..., Any] = lambda
         return function(*args, **kwargs)
 
     return call
+
+
+def _hanging(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that does not return while the fault is set, as one of the driver's that waits for a device which does nothing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _wait_while_set(point)
+        return function(*args, **kwargs)
+
+    return call
+
+
+_wait_host_event = host.HostStream.wait_event
+
+
+def _wait_event(self: Any, handle: bytes) -> None:
+    """An event that is not complete, and never will be if its process is dead."""
+    if _is_set("event"):
+        raise DeviceBusy("the event is not complete")
+    _wait_host_event(self, handle)
+
+
+def _close_arena(self: Any, then: Callable[[], None] = base.nothing) -> None:
+    self._closer.close_later(_hanging("close", self._memory.close), then)
 
 
 _open = host.HostDevice.__init__
