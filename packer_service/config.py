@@ -73,6 +73,11 @@ class Settings:
     fallback: str = _setting(
         "own", "with no packer to be had: vllm-omni's own path, or refuse to start", choices=("own", "fail")
     )
+    compatibility: str = _setting(
+        "strict",
+        "with functions of vllm-omni that differ from those tested: as with no packer, or a warning and the packer",
+        choices=("strict", "lenient"),
+    )
     event: str = _setting(
         "timeline", "what marks an output complete: a counter page, or a CUDA IPC event", choices=("timeline", "ipc")
     )
@@ -239,7 +244,7 @@ def environment_name(setting: str) -> str:
 
 
 def near_misses(environ: Mapping[str, str], additional_config: Mapping[Any, Any] | None = None) -> list[str]:
-    """A sentence for each name that nobody reads, but which is a letter or two off one that we do: whoever set it meant that."""
+    """A sentence for each name that nobody reads and that is a letter or two off one that we read: that was meant."""
     settings = {environment_name(name): name for name in Settings.__dataclass_fields__}
     found = [
         f"{name} in the environment is no setting and is ignored; did you mean {environment_name(meant)}?"

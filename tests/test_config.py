@@ -134,7 +134,7 @@ def test_a_name_of_the_environment_that_is_nearly_a_settings_is_found_with_the_o
     ]
 
 
-# What Kubernetes gives each container for a Service named packer, packer-service or packer-socket, and HashiCorp's Packer reads.
+# What Kubernetes gives each container for a Service named packer, or packer-socket, and what HashiCorp's Packer reads.
 OTHERS = [
     *(
         f"{service}_{name}"

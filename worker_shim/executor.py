@@ -29,7 +29,6 @@ from vllm_omni.platforms import current_omni_platform
 from packer_service.config import Settings
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerError, PackerUnavailable
-from worker_shim import compat
 from worker_shim.handoff import Handoff
 from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
@@ -37,6 +36,7 @@ from worker_shim.placeholder import Unclaimed, in_reply
 from worker_shim.receiver import Delivered
 from worker_shim.restarts import Arrival
 from worker_shim.result_queue import OnceQueue
+from worker_shim.settings import engine_settings
 from worker_shim.step import LateQueue
 from worker_shim.supervisor import Supervisor
 from worker_shim.worker import worker_main
@@ -122,7 +122,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._handoff: Handoff | None = None
         self._delivered = Delivered()
         self._late: LateQueue | None = None
-        settings = Settings.load((self.od_config.additional_config or {}).get("packer"))
+        settings = engine_settings(self.od_config)
         self._unclaimed = Unclaimed(self.drop_output)
         try:
             self._handoff = self._open_packers(settings)
@@ -147,14 +147,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         """Have a packer for every GPU whose worker replies, and a session with each.
 
         With none to be had, a Handoff in which no rank exports: our worker packs outputs vllm-omni's own way, on any device.
-        None where vllm-omni is not one we know: it is left wholly alone.
         """
-        known = False
         try:
-            found = compat.problems()
-            if found:
-                raise PackerUnavailable("; ".join(found))
-            known = True
             self._reply_ranks = reply_ranks(self.od_config)
             packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
@@ -174,7 +168,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                 "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
                 error,
             )
-            return Handoff(settings, "", {}, frozenset(), b"", b"") if known else None
+            return Handoff(settings, "", {}, frozenset(), b"", b"")
         by_device = {keeper.welcome.device_uuid: keeper.socket for keeper in self._keepers}
         return Handoff(settings, session, by_device, self._reply_ranks, key, mac_key)
 
