@@ -1,15 +1,18 @@
 """Run by test_compat: what becomes of the executor on each of several vllm-omni packages, one a folder, printed as JSON.
 
-Each folder is looked at in a fork of this process, which has imported vLLM and no vllm-omni: that costs most of the time.
+Each folder is looked at in a fork of this process, which has imported all that vllm-omni imports and nothing of vllm-omni:
+that costs most of the time.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,21 +65,43 @@ def look(folder: str) -> dict[str, Any]:
     return told
 
 
+def in_a_fork(report: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``report`` gives in a child of this process."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(report(), pipe)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told: dict[str, Any] = json.loads(pipe.read() or "{}")
+    os.waitpid(pid, 0)
+    return told
+
+
+def what_vllm_omni_imports() -> dict[str, Any]:
+    from worker_shim import compat
+
+    compat.check()
+    return {"modules": [name for name in sys.modules if name.partition(".")[0] not in ("vllm_omni", "worker_shim")]}
+
+
 def main(folders: list[str]) -> None:
     import vllm.v1.executor.multiproc_executor  # noqa: F401
 
+    for name in in_a_fork(what_vllm_omni_imports)["modules"]:
+        try:
+            importlib.import_module(name)
+        except ImportError:  # one that vllm-omni makes, or finds by a way of its own
+            pass
     assert "vllm_omni" not in sys.modules
     sys.dont_write_bytecode = True
     for folder in folders:
-        if (pid := os.fork()) == 0:
-            try:
-                line = json.dumps({"folder": folder, **look(folder)})
-                os.write(1, f"\n{line}\n".encode())
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        print("\n" + json.dumps({"folder": folder, **in_a_fork(lambda: look(folder))}), flush=True)  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 TESTED = "0.30.0"  # vllm-omni
 DIGESTS = {
     "vllm.distributed.device_communicators.shm_broadcast": {
+        "ShmRingBuffer.__init__": "a834abe5064c14cb",
         "SpinCondition.wait": "097d2b1aae895a0b",
     },
     "vllm_omni.diffusion.diffusion_engine": {
@@ -27,6 +28,11 @@ DIGESTS = {
         "MultiprocDiffusionExecutor.wait_output_ready": "7a71c26872318023",
     },
     "vllm_omni.diffusion.ipc": {
+        "_array_to_shm": "42fa69e206a80d09",
+        "_ndarray_to_shm": "be69fdfe56fa3489",
+        "_pack_tensor_if_large": "1b6080b26f8fccf8",
+        "_pack_value_if_large": "ed490747f27a9c0e",
+        "_tensor_to_shm": "c734977e958b1bdf",
         "pack_diffusion_output_shm": "ae548681a2369b92",
         "unpack_diffusion_output_shm": "56d69a4802f6694b",
     },

@@ -1,7 +1,7 @@
 """PackerDiffusionExecutor: the drop-in. vllm-omni's multi-process executor, whose worker outputs come from packers.
 
 Note [What starts when, and what ends it]
-start   compatibility check -> packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
+start   packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
         join the session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
 end     vllm-omni's own shutdown (workers, then pumps) -> packers -> engine sessions. If the engine is killed instead, its
         workers get vllm-omni's death signal and a managed packer sees its session end.
@@ -143,7 +143,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         if self._closing.is_set():
             raise PackerUnavailable("the executor is shutting down")
 
-    def _open_packers(self, settings: Settings) -> Handoff | None:
+    def _open_packers(self, settings: Settings) -> Handoff:
         """Have a packer for every GPU whose worker replies, and a session with each.
 
         With none to be had, a Handoff in which no rank exports: our worker packs outputs vllm-omni's own way, on any device.
