@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTOR = "diffusion/executor/multiproc_executor.py"
@@ -116,7 +116,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         env=environ,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"folder"')]
     told = {Path(line["folder"]).name: line for line in lines}
