@@ -95,7 +95,7 @@ class Server:
     def packers(self) -> dict[int, str]:
         """Its packers' command lines, by pid."""
         lines = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(self.process.pid).children(True)}
-        return {pid: line for pid, line in lines.items() if "packer_service serve" in line}
+        return {pid: line for pid, line in lines.items() if re.search("packer_service.* serve ", line)}
 
 
 @contextmanager
