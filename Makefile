@@ -35,7 +35,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.run $(ARGS)
 
 # The stamp goes first and comes back last: a build that was interrupted has none, and the next make starts it afresh.
-$(STAMP): pyproject.toml requirements/torch-cpu.txt requirements/vllm-light.txt
+$(STAMP): pyproject.toml requirements/torch-cpu.txt requirements/vllm-light.txt requirements/vllm-serve.txt
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(VENV); fi
 	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then \
 	    set -ex; \
@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml requirements/torch-cpu.txt requirements/vllm-light.txt
 	    set -ex; \
 	    $(PIP) -r requirements/torch-cpu.txt; \
 	    $(PIP) -r requirements/vllm-light.txt; \
+	    $(PIP) --no-deps -r requirements/vllm-serve.txt; \
 	    $(PIP) --no-deps vllm==0.30.0 vllm-omni==0.30.0; \
 	    $(PIP) -e '.[dev]'; \
 	fi

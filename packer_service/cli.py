@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from packer_service import __version__, run_directory
-from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name
+from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name, near_misses
 from packer_service.descriptors import open_standard_descriptors, raise_descriptor_limit
 from packer_service.errors import PackerError
 from packer_service.log import LogGuard
@@ -100,6 +100,9 @@ def serve(
         )
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogGuard())
+        if not managed:  # that one's environment is its engine's, which looks at it
+            for sentence in near_misses(os.environ):
+                logging.getLogger(__name__).warning(sentence)
         raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
         server = Server(settings, settings.read_key(), managed=managed)

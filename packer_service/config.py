@@ -1,16 +1,18 @@
 """Every setting, once: its default, unit, bounds, environment name and what it is for.
 
 A value comes from, in this order: the command line or ``additional_config={"packer": {...}}``, the environment
-(``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting.
+(``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting. ``near_misses`` finds the
+names there that were meant for settings and are none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,11 @@ class Settings:
     )
     fallback: str = _setting(
         "own", "with no packer to be had: vllm-omni's own path, or refuse to start", choices=("own", "fail")
+    )
+    compatibility: str = _setting(
+        "strict",
+        "with functions of vllm-omni that differ from those tested: as with no packer, or a warning and the packer",
+        choices=("strict", "lenient"),
     )
     event: str = _setting(
         "timeline", "what marks an output complete: a counter page, or a CUDA IPC event", choices=("timeline", "ipc")
@@ -179,6 +186,12 @@ class Settings:
             values[name] = _parse(fields[name], value, name)
         return cls(**values)
 
+    @classmethod
+    def of_engine(cls, additional_config: Any, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings of an engine: what vllm-omni's ``additional_config`` holds under "packer". SettingError as ``load``."""
+        given = _mapping("additional_config", {} if additional_config is None else additional_config)
+        return cls.load(_mapping("additional_config['packer']", given.get("packer", {})), environ)
+
     def sockets(self) -> list[str]:
         return [path.strip() for path in self.socket.split(",") if path.strip()]
 
@@ -230,6 +243,34 @@ def environment_name(setting: str) -> str:
     return f"PACKER_{setting.upper()}"
 
 
+def near_misses(environ: Mapping[str, str], additional_config: Mapping[Any, Any] | None = None) -> list[str]:
+    """A sentence for each name that nobody reads and that is a letter or two off one that we read: that was meant."""
+    settings = {environment_name(name): name for name in Settings.__dataclass_fields__}
+    found = [
+        f"{name} in the environment is no setting and is ignored; did you mean {environment_name(meant)}?"
+        for name in sorted(environ.keys() - settings.keys())
+        if name.upper().startswith("PACKER_")
+        if (meant := _closest(name[len("PACKER_") :].lower(), settings.values()))
+    ]
+    keys = additional_config or {}
+    if "packer" not in keys and (wrong := _closest("packer", keys)):
+        found.append(f"{wrong!r} in additional_config is nothing that the packer reads; did you mean 'packer'?")
+    return found
+
+
+def _closest(name: str, known: Iterable[Any]) -> str | None:
+    """The one of ``known`` that is a letter or two off ``name``, or the same letters in another order."""
+    names = [each for each in known if isinstance(each, str)]
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.8)
+    return next(iter(close), None) or next((each for each in names if sorted(each) == sorted(name)), None)
+
+
+def _mapping(source: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise SettingError(f"{source} is {value!r}; allowed is a mapping of settings, such as {{'mode': 'managed'}}")
+    return value
+
+
 def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
     """``value`` as the setting's type, within its bounds."""
     facts: Mapping[str, Any] = spec.metadata
@@ -245,7 +286,7 @@ def _parse(spec: dataclasses.Field[Any], value: Any, source: str) -> Any:
     if spec.metadata.get("kind") == "bytes":
         bounds = f"a size of at least {least} bytes, such as 268435456, '256MiB' or '1GiB'"
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, (str, numbers.Real)):
             raise ValueError
         if spec.metadata.get("kind") == "bytes" and isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())

@@ -7,6 +7,7 @@ There is nothing to unlink.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -30,7 +31,16 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def create_memfd(name: str, nbytes: int) -> int:
     """A new memfd of ``nbytes``, sealed so that nobody who receives it can resize it (a resize would SIGBUS the other side)."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
+        raise OSError(
+            error.errno,
+            f"the system call memfd_create is denied ({error.strerror}), and outputs are handed over in what it makes:"
+            " allow memfd_create in the seccomp profile of the container or unit",
+        ) from error
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)

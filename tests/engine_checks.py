@@ -32,10 +32,10 @@ POOL = {"pool_bytes": 256 * MIB}  # what no test fills; to touch the default's G
 
 
 def packer_engine(
-    pipeline: str = "RequestPipeline", packer: dict[str, Any] | None = None, **config: Any
+    pipeline: str = "RequestPipeline", packer: Any = None, **config: Any
 ) -> AbstractContextManager[RunningEngine]:
     """An engine on PackerDiffusionExecutor whose worker answers ``exporter_state``; ``packer`` are settings."""
-    settings = packer or {}
+    settings = {} if packer is None else packer
     if isinstance(settings, dict) and "PACKER_POOL_BYTES" not in os.environ:
         settings = {**POOL, **settings}
     return engine(

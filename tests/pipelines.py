@@ -260,6 +260,15 @@ class RequestPipeline(Pipeline):
         return BEHAVIOURS[behaviour(params)](self, params, content(params, self.weight.device))
 
 
+class ServedPipeline(Pipeline):
+    """One image a forward, as an image model's VAE gives it: (1, 3, height, width). vllm-omni's server makes a PNG of it."""
+
+    @torch.no_grad()
+    def forward(self, batch: Any) -> DiffusionOutput:
+        params = batch.sampling_params
+        return DiffusionOutput(output=content(params, self.weight.device)[:, :, 0] * 2 - 1)
+
+
 class PagedPipeline(RequestPipeline):
     """Its worker says, as in paged-KV mode, that it measured the device before the model was loaded."""
 

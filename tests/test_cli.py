@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -146,3 +148,54 @@ def test_the_demo_is_this_packages_whatever_the_working_directory_holds(tmp_path
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "['--requests', '16', '--json'] ipc\n"
+
+
+# Has the kernel deny memfd_create from here on, as a container's seccomp profile does, and then runs what follows.
+DENIED = """
+import ctypes, os, platform, struct, sys
+arch, number = {"x86_64": (0xC000003E, 319), "aarch64": (0xC00000B7, 279)}[platform.machine()]
+filters = struct.pack(
+    "HBBI" * 6,
+    *(0x20, 0, 0, 4), *(0x15, 0, 3, arch),  # another architecture's system call: allow
+    *(0x20, 0, 0, 0), *(0x15, 0, 1, number),
+    *(0x06, 0, 0, 0x00050000 | int(sys.argv[1])),  # memfd_create: this errno
+    *(0x06, 0, 0, 0x7FFF0000),
+)
+buffer = ctypes.create_string_buffer(filters)
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 6, ctypes.addressof(buffer)))
+libc = ctypes.CDLL(None, use_errno=True)
+for arguments in ((38, 1, 0, 0, 0), (22, 2, program, 0, 0)):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    if libc.prctl(*arguments):
+        sys.exit(os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the filter knows two architectures")
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
+def test_where_seccomp_denies_memfd_create_the_packer_says_so_and_what_to_allow(tmp_path, refusal):
+    key = tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    serve = [sys.executable, "-m", "packer_service", "serve", "--device=host", f"--key-file={key}"]
+    done = subprocess.run(
+        [sys.executable, "-c", DENIED, str(refusal), *serve, f"--socket={tmp_path}/packer.sock", "--pool-bytes=2MiB"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("packer-service serve: ")]
+    assert "memfd_create" in line
+    assert "allow memfd_create in the seccomp profile" in line
+
+
+def test_serve_warns_of_a_name_of_the_environment_that_is_nearly_a_settings(tmp_path):
+    """And only a packer that somebody runs: a managed one has its engine's environment, and that warns."""
+    for how, warned in (([], True), (["--managed"], False)):
+        done = packer_service(
+            *("serve", *how, "--device=host", f"--socket={tmp_path}/packer.sock", "--pool-bytes=2MiB"),
+            PACKER_KEYFILE=str(tmp_path / "key"),
+        )
+        assert done.returncode == 1
+        assert ("PACKER_KEYFILE in the environment is no setting" in done.stderr) is warned

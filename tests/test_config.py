@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from packer_service import config
-from packer_service.config import GIB, MIB, PACKER_SETTINGS, Settings, environment_name, memory_limit
+from packer_service.config import GIB, MIB, PACKER_SETTINGS, Settings, environment_name, memory_limit, near_misses
 from packer_service.errors import SettingError
 
 NOTHING: dict[str, str] = {}
@@ -115,6 +115,76 @@ def test_a_setting_that_is_none_is_refused_with_the_one_that_was_meant():
         load(pool_byte=1)
     with pytest.raises(SettingError, match="there are mode, fallback"):
         load(xyz=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("PACKER_FALLBAK", "PACKER_FALLBACK"),
+        ("PACKER_MDOE", "PACKER_MODE"),
+        ("PACKER_POOL_MAX_BYTE", "PACKER_POOL_MAX_BYTES"),
+        ("PACKER_START_TIMEOUT", "PACKER_START_TIMEOUT_S"),
+        ("PACKER__SOCKET", "PACKER_SOCKET"),
+        ("packer_fallback", "PACKER_FALLBACK"),
+    ],
+)
+def test_a_name_of_the_environment_that_is_nearly_a_settings_is_found_with_the_one_that_was_meant(wrong, meant):
+    assert near_misses({wrong: "x", meant: "x", "HOME": "/"}) == [
+        f"{wrong} in the environment is no setting and is ignored; did you mean {meant}?"
+    ]
+
+
+# What Kubernetes gives each container for a Service named packer, or packer-socket, and what HashiCorp's Packer reads.
+OTHERS = [
+    *(
+        f"{service}_{name}"
+        for service in ("PACKER", "PACKER_SERVICE", "PACKER_SOCKET", "PACKER_DEVICE")
+        for name in (
+            *("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP"),
+            *("PORT_80_TCP_PROTO", "PORT_80_TCP_PORT", "PORT_80_TCP_ADDR"),
+        )
+    ),
+    *("PACKER_LOG", "PACKER_LOG_PATH", "PACKER_CONFIG", "PACKER_CONFIG_DIR", "PACKER_CACHE_DIR", "PACKER_PLUGIN_PATH"),
+    *("PACKER_NO_COLOR", "PACKER_TMP_DIR", "PACKER_BUILD_NAME", "PACKER_BUILDER_TYPE", "PACKER_HTTP_ADDR"),
+    *("PACKER_RUN_UUID", "PACKER_HOME", "PACKER_VERSION", "PACKER_IMAGE", "PACKER_FAULTS", "PACKER_"),
+]
+
+
+def test_names_that_are_others_business_and_the_settings_own_are_left_alone():
+    assert near_misses(dict.fromkeys([*OTHERS, *map(environment_name, Settings.__dataclass_fields__)], "x")) == []
+
+
+@pytest.mark.parametrize("wrong", ["managed", ["managed"], None, True, 1, ("mode", "managed"), b"mode"])
+def test_settings_of_an_engine_that_are_no_mapping_are_refused_with_what_they_should_be(wrong):
+    with pytest.raises(SettingError, match=r"^additional_config\['packer'\] is .*; allowed is a mapping of settings"):
+        Settings.of_engine({"packer": wrong}, NOTHING)
+    with pytest.raises(SettingError, match=r"^additional_config is .*; allowed is a mapping"):
+        Settings.of_engine(wrong if wrong is not None else 0, NOTHING)
+
+
+def test_an_engine_with_no_settings_has_the_defaults_and_the_environments():
+    for additional_config in (None, {}, {"other": "managed"}, {"packer": {}}):
+        assert Settings.of_engine(additional_config, {"PACKER_WAIT_S": "3"}).wait_s == 3
+    assert Settings.of_engine({"packer": {"wait_s": 4}}, {"PACKER_WAIT_S": "3"}).wait_s == 4
+
+
+def test_a_key_of_additional_config_that_is_nearly_packer_is_found():
+    assert near_misses({}, {"paker": {"mode": "sidecar"}}) == [
+        "'paker' in additional_config is nothing that the packer reads; did you mean 'packer'?"
+    ]
+    for others in (None, {}, {"packer": {}}, {"packer": {}, "packet": 1}, {"use_distill": True, 1: 2, "tracker": 1}):
+        assert near_misses({}, others) == []
+
+
+WRONG = [None, True, [], {}, [1], ("x",), {"x": 1}, object(), b"4", 1j, float("nan"), float("-inf"), -1, -0.5, "nan"]
+
+
+@pytest.mark.parametrize("name", Settings.__dataclass_fields__)
+def test_no_setting_takes_a_value_of_another_type_or_a_number_below_all_bounds(name):
+    text = Settings.__dataclass_fields__[name].metadata.get("kind") == "text"
+    for value in WRONG[: -1 if text else None]:
+        with pytest.raises(SettingError, match=f"^{name} is .*; allowed is "):
+            load(**{name: value})
 
 
 def test_a_setting_error_is_a_value_error_too():

@@ -26,7 +26,7 @@ from engine_checks import (
     wait_settled,
     warnings_logged,
 )
-from engine_harness import RunningEngine, engine
+from engine_harness import STEP, RunningEngine, engine
 from packer_process import Packer, running_packer, wait_until
 
 from packer_service.errors import HandshakeError, PackerUnavailable, SettingError
@@ -131,10 +131,6 @@ def no_packer(why: str, sidecar: Packer, tmp_path: Path, monkeypatch: pytest.Mon
         return {"allowed_uids": "nobody"}
     if why == "too slow":
         return {"start_timeout_s": 0.1}
-    if why == "another release":
-        monkeypatch.setattr("worker_shim.compat.SUPPORTED", ("0.29",))
-    elif why == "a hook moved":
-        monkeypatch.delattr("vllm_omni.diffusion.worker.diffusion_worker.WorkerProc._async_output_loop")
     return {}
 
 
@@ -150,8 +146,6 @@ WHY = {
     "no socket": (PackerUnavailable, "mode is 'sidecar' and the setting socket names no"),
     "does not start": (PackerUnavailable, "the packer on .* did not start: allowed_uids is 'nobody'"),
     "too slow": (PackerUnavailable, "was not ready within start_timeout_s = 0.1"),
-    "another release": (PackerUnavailable, "vllm-omni is .*; supported is 0.29"),
-    "a hook moved": (PackerUnavailable, "WorkerProc._async_output_loop is not there"),
 }
 
 
@@ -190,11 +184,7 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     assert re.search(message, warnings[0])
     assert "own output path" in warnings[0]
     assert "fallback" in warnings[0]
-    if why in ("another release", "a hook moved"):
-        assert handoff is None, "a vllm-omni that we do not know is left wholly alone"
-    else:
-        assert handoff is not None
-        assert not handoff.ranks
+    assert not handoff.ranks
     assert executor.packer_pids == []
     residue.assert_none()
 
@@ -217,13 +207,15 @@ def test_with_no_packer_to_be_had_every_request_is_served_all_the_same(sidecar, 
     residue.assert_none()
 
 
-@pytest.mark.gpu
-def test_a_vllm_omni_we_do_not_know_serves_its_own_way(sidecar, uni, tmp_path, monkeypatch):
-    """With no GPU vllm-omni's own worker hangs in request mode (see engine_harness)."""
-    no_packer("another release", sidecar, tmp_path, monkeypatch)
-    with warnings_logged() as warnings, packer_engine() as running:
+@pytest.mark.parametrize("mode", [STEP, pytest.param({}, marks=pytest.mark.gpu)], ids=["step", "request"])
+def test_an_engine_of_a_vllm_omni_we_do_not_know_serves_its_own_way(mode, uni, monkeypatch):
+    """What is taken instead is tested in test_compat. With no GPU vllm-omni's own worker hangs in request mode."""
+    monkeypatch.setattr("worker_shim.compat.SUPPORTED", ("0.29",))
+    with warnings_logged() as warnings, packer_engine("StepPipeline" if mode else "RequestPipeline", **mode) as running:
+        assert "supported is 0.29" in " ".join(warnings)
         requests = [{"seed": seed, **IMAGE} for seed in range(3)]
         assert_same(outputs(running, *requests), uni(*requests))
+        assert not any(map(in_packer_memory, outputs(running, *requests)))
     assert len(warnings) == 1
 
 
@@ -261,6 +253,7 @@ def test_a_packer_that_turned_its_only_worker_away_is_left_and_not_named_among_t
         ({"mode": "sidcar"}, {}, "mode is 'sidcar'; allowed is 'managed' or 'sidecar'"),
         ({"arena_bytes": 1}, {}, "'arena_bytes' is no setting of the packer; did you mean 'arena_max_bytes'"),
         ({}, {"PACKER_POOL_BYTES": "1 banana"}, "PACKER_POOL_BYTES is '1 banana'; allowed is a size"),
+        ("managed", {}, r"additional_config\['packer'\] is 'managed'; allowed is a mapping of settings"),
     ],
 )
 def test_a_bad_setting_stops_the_engine_whatever_fallback_says(packer, environment, message, monkeypatch):
@@ -269,6 +262,16 @@ def test_a_bad_setting_stops_the_engine_whatever_fallback_says(packer, environme
     with pytest.raises(SettingError, match=message):
         with packer_engine(packer=packer):
             pytest.fail("it started")
+
+
+def test_a_name_that_is_nearly_a_settings_is_one_warning_of_the_engine(sidecar, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACKER_FALLBAK", "own")
+    with warnings_logged() as warnings, pytest.raises(PackerUnavailable):
+        with packer_engine(packer={**no_packer("nobody listens", sidecar, tmp_path, monkeypatch), "fallback": "fail"}):
+            pytest.fail("it started")
+    assert [line for line in warnings if "PACKER_" in line] == [
+        "packer: PACKER_FALLBAK in the environment is no setting and is ignored; did you mean PACKER_FALLBACK?"
+    ]
 
 
 def test_where_vllm_omni_sizes_its_kv_cache_by_what_is_free_the_arena_is_taken_before(uni):

@@ -16,10 +16,16 @@ __all__ = ["PackerDiffusionExecutor"]
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "PackerDiffusionExecutor"
-    ):  # imported when asked for: it needs vllm-omni, and most of this package does not
-        from worker_shim.executor import PackerDiffusionExecutor
+    if name != "PackerDiffusionExecutor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Looked up when asked for: it needs vllm-omni, and most of this package does not.
+    from worker_shim import compat
 
-        return PackerDiffusionExecutor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = compat.check()
+    if found.missing or found.changed:
+        from worker_shim.own_executor import OwnExecutor
+
+        return OwnExecutor
+    from worker_shim.executor import PackerDiffusionExecutor
+
+    return PackerDiffusionExecutor

@@ -1,15 +1,28 @@
-"""What of vllm-omni this package takes hold of, in one place, checked before anything is started.
+"""What of vllm-omni this package takes hold of, in one place, checked before any of it is imported or overridden.
 
-An upgrade that moves one of these is a clear message and vllm-omni's own path, not a hang.
+``worker_shim`` asks ``check`` when vllm-omni asks it for the executor. Where a name is gone, or the release is another, that is
+vllm-omni's own executor (``worker_shim.own_executor``). Names alone do not say that a function still does what we rely on: so
+the source of each is known by its digest (``worker_shim.digests``), and one that differs is left alone too, unless the setting
+``compatibility`` says otherwise.
+
+    python -m worker_shim.compat      # writes worker_shim/digests.py anew, of the vllm-omni that is installed: after reading
+                                      # what changed in the functions it names, and after the tests have passed
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import textwrap
 import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from worker_shim.digests import DIGESTS
 
 SUPPORTED = ("0.30",)  # vllm-omni's releases, major.minor
 
@@ -98,39 +111,103 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("self", "max_chunk_bytes", "max_chunks"),
         ("data_offset", "shared_memory"),
     ),
+    ("vllm_omni.diffusion.executor.multiproc_executor:WorkerProc", (), ()),
+    ("vllm_omni.diffusion.worker.utils:BatchRunnerOutput", ("runner_outputs",), ()),
+    ("vllm_omni.diffusion.data:OmniDiffusionConfig", ("additional_config", "step_execution", "parallel_config"), ()),
+    ("vllm_omni.diffusion.data:AsyncOutputKind.COMPUTE_DONE", (), ()),
+    ("vllm_omni.diffusion.data:AsyncOutputKind.OUTPUT_READY", (), ()),
+    ("vllm_omni.platforms:current_omni_platform", (), ()),
     ("vllm_omni.diffusion.data:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
 )
 
 
-def problems(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = HOOKS) -> list[str]:
-    """Why this vllm-omni cannot be worked with; empty where it can. Never raises."""
+@dataclass(frozen=True)
+class Found:
+    """``missing``: why nothing of ours may be in force. ``changed``: functions that are there, and are not those we know."""
+
+    version: str
+    missing: Sequence[str]
+    changed: Sequence[str]
+
+
+def check(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = HOOKS) -> Found:
+    """Compare the installed vllm-omni with what we rely on. Never raises."""
     try:
         version = importlib.metadata.version("vllm-omni")
     except importlib.metadata.PackageNotFoundError:
-        return ["vllm-omni is not installed: pip install 'packer-service[vllm]'"]
-    found = []
+        return Found("", ["vllm-omni is not installed: pip install 'packer-service[vllm]'"], [])
+    missing, changed = [], []
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        found.append(f"vllm-omni is {version}; supported is {', '.join(f'{release}.*' for release in SUPPORTED)}")
-    found.extend(problem for hook in hooks if (problem := _missing(*hook)))
-    return found
+        missing.append(f"vllm-omni is {version}; supported is {', '.join(f'{release}.*' for release in SUPPORTED)}")
+    for where, parameters, names in hooks:
+        try:
+            target = _find(where)
+            absent = _absent(target, parameters, names)
+        except Exception as error:  # whatever an import of another release meets
+            missing.append(f"{where} is not there ({type(error).__name__}: {error})")
+            continue
+        if absent:
+            missing.append(f"{where} has no {', '.join(absent)}")
+        elif inspect.isfunction(target) and digest(target) != _known(where):
+            changed.append(where)
+    return Found(version, missing, changed)
 
 
-def _missing(where: str, parameters: tuple[str, ...], names: tuple[str, ...]) -> str:
+def _find(where: str) -> Any:
     module, _, path = where.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in path.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _absent(target: Any, parameters: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    takes = inspect.signature(target).parameters if parameters else {}
+    uses = _names(target.__code__) if names and hasattr(target, "__code__") else set()
+    return [name for name in parameters if name not in takes] + [name for name in names if name not in uses]
+
+
+def digest(function: types.FunctionType) -> str:
+    """Of its source without indentation, blank lines and whole-line comments, on any Python; "" where it has no source."""
     try:
-        target: Any = importlib.import_module(module)
-        for part in path.split("."):
-            target = getattr(target, part)
-        takes = set(inspect.signature(target).parameters)
-    except Exception as error:
-        return f"{where} is not there ({type(error).__name__}: {error})"
-    absent = [name for name in parameters if name not in takes]
-    uses = _names(target.__code__) if hasattr(target, "__code__") else set()
-    absent += [name for name in names if name not in uses]
-    return f"{where} has no {', '.join(absent)}" if absent else ""
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+    lines = [line.rstrip() for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _known(where: str) -> str | None:
+    module, _, path = where.partition(":")
+    return DIGESTS.get(module, {}).get(path)
+
+
+def installed_digests() -> dict[str, dict[str, str]]:
+    """By module and name the digest of each function in ``HOOKS``, of the vllm-omni that is installed."""
+    found: dict[str, dict[str, str]] = {}
+    for where, _, _ in sorted(HOOKS):
+        module, _, path = where.partition(":")
+        if inspect.isfunction(target := _find(where)):
+            found.setdefault(module, {})[path] = digest(target)
+    return found
 
 
 def _names(code: types.CodeType) -> set[str]:
     """The names that a function uses, those inside it (comprehensions before Python 3.12) too."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {*code.co_names, *code.co_freevars, *code.co_varnames}.union(*map(_names, inner))
+
+
+def _write() -> None:
+    path, changed = Path(__file__).with_name("digests.py"), check().changed
+    lines = ['"""Written by ``python -m worker_shim.compat``: see there."""', ""]
+    lines += [f'TESTED = "{importlib.metadata.version("vllm-omni")}"  # vllm-omni', "DIGESTS = {"]
+    for module, functions in installed_digests().items():
+        rows = (f'        "{name}": "{functions[name]}",' for name in functions)
+        lines += [f'    "{module}": {{', *rows, "    },"]
+    path.write_text("\n".join([*lines, "}"]) + "\n")
+    print(*changed, f"{path} is written", sep="\n")
+
+
+if __name__ == "__main__":
+    _write()

@@ -1,7 +1,7 @@
 """PackerDiffusionExecutor: the drop-in. vllm-omni's multi-process executor, whose worker outputs come from packers.
 
 Note [What starts when, and what ends it]
-start   compatibility check -> packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
+start   packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
         join the session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.
 end     vllm-omni's own shutdown (workers, then pumps) -> packers -> engine sessions. If the engine is killed instead, its
         workers get vllm-omni's death signal and a managed packer sees its session end.
@@ -32,7 +32,6 @@ from vllm_omni.platforms import current_omni_platform
 from packer_service.config import Settings
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerError, PackerUnavailable
-from worker_shim import compat
 from worker_shim.handoff import Exports, Handoff, Refuses
 from worker_shim.keeper import PackerKeeper
 from worker_shim.log import get_logger
@@ -40,6 +39,7 @@ from worker_shim.placeholder import Unclaimed, in_reply
 from worker_shim.receiver import Delivered
 from worker_shim.restarts import Arrival
 from worker_shim.result_queue import OnceQueue
+from worker_shim.settings import engine_settings
 from worker_shim.step import LateQueue
 from worker_shim.supervisor import Supervisor
 from worker_shim.worker import worker_main
@@ -133,7 +133,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._handoff: Handoff | None = None
         self._delivered = Delivered()
         self._late: LateQueue | None = None
-        settings = Settings.load((self.od_config.additional_config or {}).get("packer"))
+        settings = engine_settings(self.od_config)
         self._unclaimed = Unclaimed(self.drop_output)
         try:
             self._handoff = self._open_packers(settings)
@@ -154,18 +154,12 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         if self._closing.is_set():
             raise PackerUnavailable("the executor is shutting down")
 
-    def _open_packers(self, settings: Settings) -> Handoff | None:
+    def _open_packers(self, settings: Settings) -> Handoff:
         """Have a packer for every GPU whose worker replies, and a session with each.
 
         With none to be had, a Handoff in which no rank exports: our worker packs outputs vllm-omni's own way, on any device.
-        None where vllm-omni is not one we know: it is left wholly alone.
         """
-        known = False
         try:
-            found = compat.problems()
-            if found:
-                raise PackerUnavailable("; ".join(found))
-            known = True
             self._reply_ranks = reply_ranks(self.od_config)
             packers, key = self._start_or_find(settings)
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
@@ -185,7 +179,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                 "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
                 error,
             )
-            return Handoff(settings, "", {}, frozenset(), b"", b"") if known else None
+            return Handoff(settings, "", {}, frozenset(), b"", b"")
         by_device = {keeper.welcome.device_uuid: keeper.socket for keeper in self._keepers}
         return Handoff(settings, session, by_device, self._reply_ranks, key, mac_key)
 
