@@ -252,8 +252,8 @@ def test_what_is_not_plain_is_pickled_when_the_forward_that_fills_it_is_done(pac
         received = link.receive()
         export_thread.join(TIMEOUT_S)
     odd = getattr(received["odd"], "tensor", received["odd"])
-    odd = torch.as_tensor(odd).as_subclass(torch.Tensor)
-    odd = odd.dequantize() if odd.is_quantized else odd.to_dense() if odd.is_sparse else odd
+    odd = torch.as_tensor(odd)
+    odd = odd.dequantize() if odd.is_quantized else odd.to_dense() if odd.is_sparse else odd.as_subclass(torch.Tensor)
     assert bool((odd.cpu() == 7).all())
     assert bool((received["image"] == 7).all())
 

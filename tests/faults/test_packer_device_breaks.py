@@ -26,7 +26,6 @@ from sides import Kept, WorkerSide, managed, working  # noqa: E402
 from test_export import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
-from packer_service.errors import PackerError  # noqa: E402
 from worker_shim.export_device import CudaExportDevice, Signal  # noqa: E402
 
 # On a GPU 1.5 GiB in flight: 29 ms of copies, so that the kernel traps among them.
@@ -185,13 +184,16 @@ def test_a_device_that_broke_at_rest_ends_the_packer_with_the_next_output(device
 
 
 @DEVICES
-def test_a_device_that_broke_at_rest_ends_the_packer_with_the_next_worker(device, faults, run_directory, capfd):
+def test_a_device_that_broke_at_rest_ends_the_packer_with_the_next_worker_whom_the_next_packer_serves(
+    device, faults, run_directory, capfd
+):
     with opened(device) as sides:
         old = sides.kept.packer_pid
         faults.set("trap")
         faults.wait_reached("trap")
         another = Stalling() if device == "host" else StallingCuda(0)
-        with pytest.raises(PackerError), working(sides.kept, device=another, **ROOM[device]):
-            pass
-        sides.wait_replaced(old)
+        with working(sides.kept, device=another, **ROOM[device]) as worker:
+            sides.wait_replaced(old)
+            sides.worker = worker
+            sides.assert_delivered(sides.send("of the next worker"))
     assert_said_once(capfd.readouterr().err, old, device)
