@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -203,7 +204,7 @@ class _Child:
         params = request.sampling_params
         output, expected = result.output, self._expected(params)
         tensor = output if hasattr(output, "data_ptr") else next(iter(output.values()))
-        through_packer = self._checks.in_packer_memory(tensor)
+        through_packer = self._through_packer(tensor)
         # vllm-omni's own path reads a static buffer where it lies, beside the next forward, which may overwrite it.
         lies = params.extra_args.get("behaviour") == "static" and not through_packer
         wrong = "overwritten on the own path" if lies else "wrong"
@@ -213,6 +214,16 @@ class _Child:
         self._counts["through the packer"] += through_packer
         if self._rng.random() < 0.3 and len(self._held) < HELD:
             self._held.append((time.monotonic() + self._rng.uniform(0, 4), output, expected))
+
+    def _through_packer(self, tensor: Any) -> bool:
+        """As the map of this process says, which is a file: it is read when there is a descriptor for it."""
+        while True:
+            try:
+                return bool(self._checks.in_packer_memory(tensor))
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                time.sleep(0.01)
 
     def _compare(self, output: Any, expected: Any, what: str, wrong: str = "wrong") -> bool:
         """Count it as ``wrong`` where they differ."""
