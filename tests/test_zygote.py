@@ -28,7 +28,7 @@ def say_at_exit(path: str) -> None:
     Path(path).write_text("ended")
 
 
-def report(connection: Any, event: Any, ended: str, modules: tuple[str, ...]) -> None:
+def report(connection: Any, ended: str, modules: tuple[str, ...]) -> None:
     """What a process can tell about itself when it has imported these."""
     module_path = list(sys.path)  # as it was given; what an import adds, the engine's process has and gives already
     for module in modules:
@@ -57,25 +57,23 @@ def report(connection: Any, event: Any, ended: str, modules: tuple[str, ...]) ->
             "limits": status["Cpus_allowed_list"],
         }
     )
-    assert event.wait(IMPORTED_S)
+    assert connection.poll(IMPORTED_S)
     sys.exit(7)
 
 
 @contextlib.contextmanager
 def started(ended: Path, modules: tuple[str, ...] = ()) -> Any:
     """A process that has reported: it, and what it said. It waits for the block to end."""
-    ours, its = multiprocessing.Pipe(duplex=False)
-    event = multiprocessing.Event()
-    process = multiprocessing.Process(target=report, args=(its, event, str(ended), modules), name="Reporter")
+    ours, its = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=report, args=(its, str(ended), modules), name="Reporter")
     process.start()
     its.close()
     assert ours.poll(IMPORTED_S)
     try:
         yield process, ours.recv()
     finally:
-        event.set()
-        process.join(IMPORTED_S)
         ours.close()
+        process.join(IMPORTED_S)
 
 
 def test_it_has_what_a_spawned_one_has_and_ends_like_it(tmp_path, monkeypatch):
