@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -33,7 +37,29 @@ hypothesis.settings.register_profile("search", database=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+
+
+def take_own_shared_memory() -> None:
+    """Give this process, and all that it starts, a /dev/shm of its own: tests look there for names that were left behind.
+
+    Only root may. For anybody else tests run in one process, and what else the machine does may show in them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.unshare(_CLONE_NEWNS) and not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
+
+
+def may_have_own_shared_memory() -> bool:
+    try:
+        return subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    take_own_shared_memory()
     # The many processes of the tests would compile this project anew each, where the variable says to keep no bytecode.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -42,8 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `make test` runs tests in: as many as there are cores, but one beside a GPU, which is shared."""
-    return 0 if GPUS else min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    """How many processes `make test` runs tests in: as many as there are cores, but one where they would share a GPU or a
+    /dev/shm."""
+    if GPUS or not may_have_own_shared_memory():
+        return 0
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("engine") and not has_engine:
             item.add_marker(no_engine)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """As tmp_path, for sockets whose whole path must not be long, whatever pytest puts in front of it."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as path:
+        yield Path(path)

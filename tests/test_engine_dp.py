@@ -51,6 +51,7 @@ def waves(uni: References) -> Iterator[RunningEngine]:
         for module in ("executor.multiproc_executor", "diffusion_engine", "offloader.config"):
             patch.setattr(f"vllm_omni.diffusion.{module}.any_selected_component_uses_allgather", lambda config: True)
         with packer_engine(
+            packer={"compatibility": "lenient"},  # what was patched is no function that this release knows
             num_gpus=2,
             parallel_config=DiffusionParallelConfig(data_parallel_size=2),
             max_num_seqs=2,

@@ -22,6 +22,11 @@ MARK = ".packer-service"
 
 
 @pytest.fixture
+def tmp_path(short_path: Path) -> Path:
+    return short_path
+
+
+@pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
     """Where engines make theirs, and look for what others left."""
     base = tmp_path / "T"

@@ -24,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {"pool_bytes": "2MiB", "pool_max_bytes": "16MiB"}
 
 
+@pytest.fixture
+def tmp_path(short_path: Path) -> Path:
+    return short_path
+
+
 @contextlib.contextmanager
 def supervising() -> Iterator[Supervisor]:
     supervisor = Supervisor(Settings.load(SETTINGS))
