@@ -168,13 +168,21 @@ class Descriptors:
         fcntl.fcntl(read_only, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
         unsealed = os.memfd_create("fuzz-unsealed")
         os.ftruncate(unsealed, 4096)
+        self.vast = create_memfd("fuzz-vast", 1 << 50)
         self.foreign = [
-            *(read_only, unsealed, create_memfd("fuzz-small", 100), create_memfd("fuzz-vast", 1 << 50)),
+            *(read_only, unsealed, create_memfd("fuzz-small", 100), self.vast),
             *os.pipe(),
             *(sock.detach() for sock in socket.socketpair()),
             *(os.open(path, os.O_RDONLY) for path in ("/dev/null", "/")),
             os.open("/dev/zero", os.O_RDWR),
         ]
+
+    def forget(self) -> None:
+        """Undo what packers wrote in earlier visits: an ack where the next worker's timeline has its generation voids all of
+        that worker's outputs, and so does what was noted of a worker that was taken for dead."""
+        self.page.buffer[:] = struct.pack("<Q", 1) + bytes(self.page.nbytes - 8)
+        self.chunk.buffer[:4096] = bytes(4096)
+        os.pwrite(self.vast, bytes(4096), 0)
 
     def some(self, rng: random.Random, message: Message | None = None) -> list[int]:
         """What ``message`` needs, most of the time, so that frames get past the first check; else anything."""
@@ -294,7 +302,7 @@ class Live:
             contextlib.closing(self.packer.connect("engine", name)) as engine,
             contextlib.closing(self.packer.connect("worker", name)) as worker,
         ):
-            struct.pack_into("<Q", self.descriptors.page.buffer, 0, 1)
+            self.descriptors.forget()
             bare = self.rng.random() < 0.3
             if not bare or self.rng.random() < 0.3:
                 worker.send(
