@@ -197,7 +197,7 @@ class Door:
             return
         try:
             listener = Listener(self._path)
-        except PackerError as error:
+        except (PackerError, OSError) as error:  # OSError: no descriptor is to be had for it
             taken = isinstance(error, SocketTaken)
             what = "it serves the engines that it has, then it ends" if taken else "somebody removed its socket"
             self._complain(f"nobody new can reach this packer: {error}; {what}")

@@ -134,5 +134,5 @@ class EngineSession:
 def refuse(channel: Channel, reason: str) -> None:
     try:
         channel.try_send(protocol.Refused(reason[:4000]))
-    except PeerClosed:
+    except (PeerClosed, OSError):  # it hears of its end all the same
         pass

@@ -89,8 +89,8 @@ class Outbox:
                 self._channel.send(message, fd)
             except PeerClosed as caught:
                 error = caught
-            except (PackerError, OSError) as caught:
-                logger.error("peer %s is disconnected: what it was to be sent cannot be sent: %s", self._name, caught)
+            except Exception as caught:  # were this thread to end, whoever waits for the queue would wait for ever
+                logger.error("peer %s is disconnected: what it was to be sent cannot be sent: %r", self._name, caught)
                 self._channel.shutdown()  # what queues behind it may build on it
                 error = caught
             if fd is not None:

@@ -476,13 +476,15 @@ class WorkerSession:
     def _finish(self, transfer: Transfer) -> None:
         if transfer.marker is None:
             wait_s = max(self._wait_s, PROBE_WAIT_S) if isinstance(transfer.second, Probe) else self._wait_s
-            while transfer.marker is None and not transfer.abandoned:
-                self._try_submit(transfer, wait_s, last=True)
-                if transfer.marker is None and not transfer.abandoned:  # the device is busy
-                    time.sleep(_BUSY_POLL_S)
-            with self._lock:
-                self._unsubmitted -= 1
-                second = transfer.second
+            try:
+                while transfer.marker is None and not transfer.abandoned:
+                    self._try_submit(transfer, wait_s, last=True)
+                    if transfer.marker is None and not transfer.abandoned:  # the device is busy
+                        time.sleep(_BUSY_POLL_S)
+            finally:
+                with self._lock:
+                    self._unsubmitted -= 1
+                    second = transfer.second
             self._announce(transfer, second)
         if transfer.marker is not None:
             due = functools.partial(self._is_due, transfer)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from packer_process import DEADLINE_S, Packer, running_packer, session, transfer, wait_until
+from packer_process import DEADLINE_S, Packer, full_table, running_packer, session, transfer, wait_until
 
 from packer_service import door
 from packer_service.config import Settings
@@ -187,6 +187,16 @@ def test_a_listener_whose_queue_is_full_is_not_waited_for(path):
         stack.enter_context(client(path))
         with pytest.raises(SocketTaken):
             Listener(path)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_socket_that_goes_while_nothing_more_may_be_opened_is_there_again_when_it_may(path, caplog):
+    with kept(path):
+        with full_table(os.getpid()):
+            path.unlink()
+            wait_until(lambda: "nobody new can reach this packer" in caplog.text, "it says so")
+        wait_until(path.exists, "it listens again")
+        client(path).close()
 
 
 def test_an_accepter_that_fails_ends_the_packer(path, monkeypatch):

@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from packer_process import DEADLINE_S, MIB, Worker, full_table, running_packer, wait_until
 
 from packer_service import protocol
-from packer_service.errors import HandshakeError, PackerUnavailable
+from packer_service.errors import DeviceError, HandshakeError, PackerUnavailable
 from packer_service.protocol import Ack, Release
 from packer_service.transport import Channel
 
@@ -1119,13 +1119,17 @@ def no_records(caplog):
 class Explosive:
     """Pickles, and fails where it is unpickled."""
 
+    def __init__(self, *call: Any) -> None:
+        self._call = call or (int, "no number")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("no number",)
+        return self._call[0], self._call[1:]
 
 
+@pytest.mark.parametrize("call", [(), (sys.exit, "no number")])
 @pytest.mark.usefixtures("no_records")
-def test_what_cannot_be_unpickled_fails_alone_and_its_leases_return(worker, engine):
-    worker.send([torch.ones(FLOATS), Explosive()], "bad")
+def test_what_cannot_be_unpickled_fails_alone_and_its_leases_return(worker, engine, call):
+    worker.send([torch.ones(FLOATS), Explosive(*call)], "bad")
     worker.send([torch.ones(FLOATS)], "good")
     bad = engine.next()
     assert (bad.output_id, bad.output) == ("bad", None)
@@ -1271,6 +1275,32 @@ def test_leases_that_cannot_be_returned_end_the_connection_and_go_back_with_it(w
     del output
     gc.collect()
     wait_until(lambda: engine.receive(0.01) is None and engine.broken, "the connection is given up")
+
+
+def test_an_engine_that_cannot_take_a_message_gives_the_connection_up_and_the_thread_goes_on(
+    worker, engine, monkeypatch
+):
+    """As when the kernel has no mapping for memory that comes back: the keeper's thread reads, too, and must not end."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(engine, "_take", refuse)
+    worker.send([torch.ones(FLOATS)], "output")
+    assert engine.receive(DEADLINE_S) is None
+    assert "Cannot allocate memory" in engine.broken
+
+
+class Unbound(HostExportDevice):
+    def bind_thread(self) -> None:
+        raise DeviceError("no thread can be bound")
+
+
+def test_acks_are_taken_although_their_thread_cannot_use_the_device(packer, engine):
+    with working(engine, packer, device=Unbound()) as worker:
+        worker.send([torch.ones(FLOATS)], "output")
+        engine.output("output")
+        wait_until(lambda: "output" in worker.settled, "the ack")
 
 
 class Breaking(Stalling):

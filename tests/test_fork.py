@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from packer_process import DEADLINE_S, MIB, running_packer
+from packer_process import DEADLINE_S, MIB, running_packer, wait_until
 
 torch = pytest.importorskip("torch")
 
 from sides import FLOATS, EngineSide, WorkerSide, working  # noqa: E402
 
 from packer_service.config import Settings  # noqa: E402
+from worker_shim import fork  # noqa: E402
 from worker_shim.supervisor import Supervisor  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
@@ -204,6 +206,21 @@ def test_a_lease_that_only_a_child_uses_returns_when_it_ends_and_when_it_becomes
     finally:
         os.close(writer)
         os.waitpid(pid, 0)
+
+
+def test_a_lease_whose_pages_cannot_be_shared_again_never_returns_and_ends_the_connection(sides, monkeypatch):
+    engine, worker = sides
+    inherited = [delivered(engine, worker, "unshared", 6.0)]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(fork, "share", refuse)
+    with forked(lambda: None) as child:
+        child.ask()
+        inherited.clear()
+        gc.collect()
+    wait_until(lambda: engine.receive(0.01) is None and engine.broken, "the connection is given up")
 
 
 def test_a_child_that_closes_every_descriptor_keeps_its_output_all_the_same(sides):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,20 @@ def test_one_that_does_not_answer_is_given_up_and_the_connection_ends():
             heartbeat.receive(5.0)
         with pytest.raises(PeerClosed):
             packer.send(LAST)
+
+
+class FullChannel(Channel):
+    """The kernel has no memory for a message now."""
+
+    def try_send(self, message: protocol.Message, fd: int | None = None) -> bool:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+
+def test_a_question_that_cannot_be_sent_counts_as_one_that_is_not_answered():
+    with connection(FullChannel) as (engine, _):
+        heartbeat = Heartbeat(engine, hang_s=0.1)
+        with pytest.raises(PeerHung, match="hang_s"):
+            heartbeat.receive(5.0)
 
 
 class LateChannel(Channel):

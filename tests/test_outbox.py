@@ -55,6 +55,17 @@ def test_all_arrives_in_order_and_what_follows_a_send_follows_it(sender):
     assert sender.done == [(str(number), None) for number in range(COUNT)]
 
 
+def test_what_cannot_be_sent_for_want_of_memory_ends_the_connection_and_leaves_nobody_waiting(sender, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(sender.outbox._channel, "send", refuse)
+    sender.send_all()
+    assert sender.outbox.flush(DEADLINE_S)
+    assert len(sender.done) == COUNT
+    assert any(isinstance(error, MemoryError) for _, error in sender.done)
+
+
 def test_where_there_is_room_no_thread_is_needed(sender):
     before = threading.active_count()
     for number in range(100):

@@ -133,6 +133,13 @@ def test_an_error_from_a_worker_is_replaced_by_nothing_and_no_part_of_a_step_is_
         replace_in_reply(other, lambda output: pytest.fail("there is none"))
 
 
+class Opening:
+    """Pickles, and opens a file that is not there where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/nowhere/at/all",)
+
+
 def test_the_late_queue_times_out_while_nothing_comes_and_when_its_workers_are_gone():
     from worker_shim.step import LateQueue
 
@@ -141,8 +148,13 @@ def test_the_late_queue_times_out_while_nothing_comes_and_when_its_workers_are_g
     with pytest.raises(TimeoutError):
         late.dequeue(timeout=0.01)
     writer.send_bytes(pickle.dumps("a message"))
+    writer.send_bytes(pickle.dumps(Opening()))
+    writer.send_bytes(pickle.dumps("another"))
     writer.close()
     assert late.dequeue(timeout=DEADLINE_S) == "a message"
+    with pytest.raises(FileNotFoundError):  # of one output, and no reason to hear of no other
+        late.dequeue(timeout=DEADLINE_S)
+    assert late.dequeue(timeout=DEADLINE_S) == "another"
     for _ in range(2):
         with pytest.raises(TimeoutError):
             late.dequeue(timeout=0.01)

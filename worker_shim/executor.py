@@ -290,7 +290,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         rebound = types.FunctionType(pump.__code__, namespace, pump.__name__, pump.__defaults__, pump.__closure__)
         try:
             rebound(self, result_mq)
-        except Exception:
+        except BaseException:  # SystemExit, too: somebody's class may raise it where it is unpickled
             logger.exception("the thread that takes outputs from %s failed", result_mq)
         if not self._pump_stop.is_set() and not self._is_failed:
             self._fail(f"{threading.current_thread().name} ended")

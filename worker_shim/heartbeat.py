@@ -65,5 +65,5 @@ class Heartbeat:
             self._next_ping_s += self._beat_s
             try:
                 self._channel.try_send(Ping())
-            except PeerClosed:
-                pass  # what it sent before it died is still to be received
+            except (PeerClosed, OSError):
+                pass  # what it sent before it died is still to be received; where no memory is to be had, it is asked again

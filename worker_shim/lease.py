@@ -165,18 +165,18 @@ class LeaseBook:
             deaths = self._next_deaths(pause_s if unused else None)
             pause_s = _CHILDREN_POLL_S[0] if deaths else min(2 * pause_s, longest_s)
             closing = None in deaths
-            with fork.lock:
-                for lease in deaths:
-                    if lease is None or (out := self._out.get(lease)) is None:
-                        continue  # forgotten
-                    out.uses -= 1
-                    if not out.uses:
-                        unused[lease] = out
-                finished = [lease for lease, out in unused.items() if not out.inherited]
-                for lease in finished:
-                    unused.pop(lease).share_again()
-                    del self._out[lease]
             try:
+                with fork.lock:
+                    for lease in deaths:
+                        if lease is None or (out := self._out.get(lease)) is None:
+                            continue  # forgotten
+                        out.uses -= 1
+                        if not out.uses:
+                            unused[lease] = out
+                    finished = [lease for lease, out in unused.items() if not out.inherited]
+                    for lease in finished:
+                        unused.pop(lease).share_again()
+                        del self._out[lease]
                 for first in range(0, len(finished), MAX_PIECES):
                     self._channel.send(Release(tuple(finished[first : first + MAX_PIECES])))
             except PeerClosed:

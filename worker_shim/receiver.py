@@ -149,7 +149,7 @@ class Receiver:
                     output = self._take(message, fds, lost)
                 finally:
                     close_fds(fds)
-            except PackerError as error:
+            except (PackerError, OSError) as error:
                 self._break(error)
             else:
                 if output is not None:
@@ -181,7 +181,7 @@ class Receiver:
                     return None
                 time.sleep(_ROOM_POLL_S)
 
-    def _break(self, error: PackerError) -> None:
+    def _break(self, error: Exception) -> None:
         if not isinstance(error, PeerClosed):
             logger.error("the packer is disconnected: %s", error)
         self._channel.shutdown()
@@ -262,7 +262,9 @@ class Receiver:
                 raise PackerError("nothing says what it is")
             output = self._build(message.output, message.body, fds, assembled)
             assembled.received = Received(message.output, output)
-        except Exception as error:  # whatever an unpickled class raises belongs to this output alone
+        except (
+            BaseException
+        ) as error:  # whatever an unpickled class raises, SystemExit too, belongs to this output alone
             expected = isinstance(error, PackerError)
             logger.error("output %s cannot be put together: %s", message.output, error, exc_info=not expected)
             reason = f"output {message.output} cannot be put together: {error!r}"

@@ -17,6 +17,7 @@ import errno
 import functools
 import os
 import pickle
+import sys
 import types
 from collections.abc import Callable, Iterable
 from multiprocessing import shared_memory
@@ -42,7 +43,7 @@ class NoRoom(PackerError):
 
 def free_bytes() -> int:
     status = os.statvfs(SHM)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize  # a tmpfs without a limit says 0 of 0
 
 
 def _shown() -> str:

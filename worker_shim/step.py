@@ -24,11 +24,12 @@ class LateQueue:
     def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
         """The next message. TimeoutError where none came in ``timeout`` seconds, or where none will come any more."""
         try:
-            if not self._ended and self._reader.poll(timeout):
-                message: AsyncDiffusionOutput = pickle.loads(self._reader.recv_bytes())  # our own workers' pipe
-                return message
+            data = self._reader.recv_bytes() if not self._ended and self._reader.poll(timeout) else None
         except (EOFError, OSError):
-            self._ended = True  # every worker is gone
+            self._ended, data = True, None  # every worker is gone
+        if data is not None:
+            message: AsyncDiffusionOutput = pickle.loads(data)  # our own workers' pipe
+            return message
         if self._ended and timeout is not None:
             time.sleep(timeout)  # do not spin
         raise TimeoutError

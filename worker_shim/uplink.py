@@ -175,7 +175,10 @@ class Uplink:
     # -- the ack thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._client.begin()
+        try:
+            self._client.begin()
+        except Exception:  # were this thread to end, outputs would wait for ever
+            logger.exception("the thread that takes acks cannot use the device")
         channel = self._channel or self._reconnect("no packer was there")
         while channel is not None:
             reason = f"the packer is gone ({self._receive(channel)})"
