@@ -20,13 +20,15 @@ _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 32 << 20
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # not in every Python's mmap
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 def create_memfd(name: str, nbytes: int) -> int:
@@ -62,16 +64,22 @@ def check_memfd(fd: int, nbytes: int) -> None:
         raise ProtocolError(f"a peer's memfd holds {os.fstat(fd).st_size} bytes, not the {nbytes} it announced")
 
 
+def map_pages(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    """mmap(2), which Python's own has no address for: where the pages are. OSError where the kernel refuses."""
+    mapped = libc.mmap(address, nbytes, protection, flags, fd, offset)
+    if mapped == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(mapped)
+
+
 def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of ``fd``, which may be closed then. The mapping lives for as long as anything looks into it.
 
     ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python has memory of
     nobody's, and with it all the care of who looks into it, and the memfd takes that memory's place.
     """
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    place, readable = address_of(mapping), mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(place, nbytes, readable, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    map_pages(address_of(mapping), nbytes, READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd)
     return mapping
 
 
@@ -126,7 +134,7 @@ class SharedMemory:
 
         def touch(offset: int) -> int:
             nbytes = min(_POPULATE_BYTES, self.nbytes - offset)
-            return 0 if not _libc.madvise(self.address + offset, nbytes, advice) else ctypes.get_errno()
+            return 0 if not libc.madvise(self.address + offset, nbytes, advice) else ctypes.get_errno()
 
         offsets = range(0, self.nbytes, _POPULATE_BYTES)
         if threads == 1 or len(offsets) == 1:
@@ -137,7 +145,7 @@ class SharedMemory:
                     errors = set(executor.map(touch, offsets))
             except RuntimeError:  # no more threads for this process (a pids cgroup, RLIMIT_AS)
                 errors = {touch(offset) for offset in offsets}
-        errors -= {0, 22}  # EINVAL: the kernel does not know the advice
+        errors -= {0, errno.EINVAL}  # the kernel does not know the advice
         if errors:
             raise MemoryError(f"the kernel has no page for {self.nbytes} bytes: {os.strerror(min(errors))}")
 

@@ -68,7 +68,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_behind(monkeypatch):
         ctypes.set_errno(errno.ENOMEM)
         return ctypes.c_void_p(-1).value or 0
 
-    monkeypatch.setattr(memory, "_mmap", refuse)
+    monkeypatch.setattr(memory.libc, "mmap", refuse)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         SharedMemory.create("refused", NBYTES)
     assert descriptors() == before

@@ -28,46 +28,29 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from packer_service.memory import MAP_FIXED, MAP_NORESERVE, READ_WRITE, create_memfd, libc, map_pages
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
 
-# not in every Python's mmap
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_MADV_DONTFORK = 10
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MADV_DONTFORK = 10  # not in every Python's mmap
 _PAGE = mmap.PAGESIZE
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    mapped = _libc.mmap(address, nbytes, protection, flags, fd, offset)
-    if mapped == _FAILED:
-        raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-    return int(mapped)
 
 
 def share(address: int, nbytes: int, fd: int, offset: int) -> None:
     """Map ``fd`` here in place of what is here: what anybody writes, all see. A forked child has nothing here."""
-    _map(address, nbytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+    map_pages(address, nbytes, READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, offset)
     hide(address, nbytes)
 
 
 def make_private(address: int, nbytes: int, fd: int, offset: int) -> None:
     """Map ``fd`` here in place of what is here: what this process or a child writes from now on, it alone sees."""
-    _map(address, nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd, offset)
+    map_pages(address, nbytes, READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, fd, offset)
 
 
 def hide(address: int, nbytes: int) -> None:
     """No forked child has anything here."""
-    if _libc.madvise(address, nbytes, _MADV_DONTFORK):
+    if libc.madvise(address, nbytes, _MADV_DONTFORK):
         raise OSError(ctypes.get_errno(), f"cannot keep memory from forked children: {os.strerror(ctypes.get_errno())}")
 
 
@@ -82,10 +65,9 @@ class Child:
         self._page = 0
         self._gone = False
         try:
-            fd = os.memfd_create("packer-child", os.MFD_CLOEXEC)
-            os.ftruncate(fd, _PAGE)
+            fd = create_memfd("packer-child", _PAGE)
             fcntl.flock(fd, fcntl.LOCK_EX)
-            self._page = _map(None, _PAGE, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            self._page = map_pages(None, _PAGE, mmap.PROT_READ, mmap.MAP_SHARED, fd)
             self._probe = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # another open file, with no lock
         except OSError as error:
             logger.warning(
@@ -100,7 +82,7 @@ class Child:
     def forked(self) -> None:
         """From here on the child alone has the page."""
         if self._page:
-            _libc.munmap(self._page, _PAGE)
+            libc.munmap(self._page, _PAGE)
 
     def lives(self) -> bool:
         if self._probe >= 0:
