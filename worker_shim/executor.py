@@ -122,6 +122,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     _reply_ranks: frozenset[int] = frozenset()
     _finalizer: weakref.finalize[..., Any]
+    _handoff: Handoff  # made before anything of vllm-omni's is started
 
     def _init_executor(self) -> None:
         open_standard_descriptors()  # for the workers and packers it starts too, which inherit them
@@ -130,7 +131,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._closing = threading.Event()
         self._supervisor: Supervisor | None = None
         self._keepers: list[PackerKeeper] = []
-        self._handoff: Handoff | None = None
         self._delivered = Delivered()
         self._late: LateQueue | None = None
         settings = engine_settings(self.od_config)
@@ -214,8 +214,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     def _launch_workers(self, *args: Any, **kwargs: Any) -> Any:
         """vllm-omni's own, run with a WorkerProc whose entry point is ours. Its module stays as it is."""
         launch = multiproc_executor.MultiprocDiffusionExecutor._launch_workers
-        if self._handoff is None:
-            return launch(self, *args, **kwargs)
         reader, writer = multiprocessing.Pipe(duplex=False)
         late_reader, late_writer = multiprocessing.Pipe(duplex=False)
         self._late = LateQueue(late_reader)
@@ -247,8 +245,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        if self._handoff is None:
-            return own
         from worker_shim.patient_queue import read_patiently  # imports what compat.py had to find first
 
         read_patiently(own)
@@ -325,13 +321,12 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         An output without its id beside it (a DP wave's) gets that: vllm-omni drops it by that id after an abort.
         """
         output: Any = super().execute_batch(scheduler_output)
-        if self._handoff is not None:
-            for part in output.runner_outputs:
-                if part.result is None and part.async_output_id is not None:
-                    part.result = DiffusionOutput(async_output_id=part.async_output_id)
-                    self._unclaimed.watch(part.result)
-                elif part.result is not None:
-                    part.async_output_id = part.result.async_output_id
+        for part in output.runner_outputs:
+            if part.result is None and part.async_output_id is not None:
+                part.result = DiffusionOutput(async_output_id=part.async_output_id)
+                self._unclaimed.watch(part.result)
+            elif part.result is not None:
+                part.async_output_id = part.result.async_output_id
         return output
 
     def wait_output_ready(self, async_output_id: str) -> Any:
@@ -403,8 +398,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _await_dead_workers(self) -> None:
         """What a worker had finished before it died is delivered before anybody is told that it died."""
-        exporting = self._handoff.ranks if self._handoff is not None else frozenset()
-        if any(rank in exporting and not process.is_alive() for rank, process in enumerate(self._processes)):
+        if any(rank in self._handoff.ranks and not process.is_alive() for rank, process in enumerate(self._processes)):
             for keeper in self._keepers:
                 keeper.queue.await_last_outputs(_LAST_OUTPUTS_S)
 
