@@ -25,6 +25,7 @@ from pathlib import Path
 
 from packer_service import transport
 from packer_service.errors import HandshakeError, PackerError, SettingError, SocketTaken
+from packer_service.run_directory import MAX_SOCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ _LOCK_S = 5.0
 _LOCK_POLL_S = 0.002
 _RETRY_S = 0.1
 _BACKLOG = 64
-_MAX_PATH_BYTES = 107
 
 # Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
 # could hold them all.
@@ -232,8 +232,8 @@ def check_path(path: Path) -> None:
         raise SettingError("socket is not set: it names the path at which engine and workers reach this packer")
     if "," in str(path):
         raise SettingError(f"socket is {str(path)!r}; a packer listens at one path: start one packer for each GPU")
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most {_MAX_PATH_BYTES} bytes")
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+        raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most {MAX_SOCKET_BYTES} bytes")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()

@@ -14,6 +14,7 @@ cannot be had now: it tries again later, or takes it without (``skip``).
 from __future__ import annotations
 
 import ctypes
+import errno
 import hmac
 import os
 import socket
@@ -90,10 +91,10 @@ class Channel:
             else:
                 # not socket.send_fds, which ignores flags (and recv_fds too)
                 self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))], flags)
-        except (BrokenPipeError, ConnectionError) as error:
+        except ConnectionError as error:
             raise PeerClosed(f"the peer is gone: {error}") from error
         except OSError as error:
-            if isinstance(error, BlockingIOError) or error.errno != 9:  # EBADF: closed on this side
+            if error.errno != errno.EBADF:  # closed on this side
                 raise
             raise PeerClosed("this connection was closed") from error
 
