@@ -26,6 +26,7 @@ from worker_shim.log import get_logger
 logger = get_logger(__name__)
 
 _STOP_GRACE_S = 15.0
+_KILL_S = 10.0
 _MODULE_PATH = "MANAGED_PACKER_PATH"  # read by packer_service/__main__.py
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(packer_service.__file__)), "__main__.py")
 _KEY_FILE = "/proc/self/fd/0"  # a packer's standard input is a pipe with the key: no file of it is left anywhere
@@ -71,8 +72,7 @@ class Supervisor:
     def restart(self, packer: ManagedPacker) -> None:
         """The same for one that died or hangs; what is left of its process is killed first."""
         if packer.process is not None:
-            packer.process.kill()
-            packer.process.wait()
+            _kill(packer.process)
         self._run(packer)
 
     def _run(self, packer: ManagedPacker) -> None:
@@ -101,8 +101,7 @@ class Supervisor:
             raise PackerUnavailable(f"the packer on {packer.device} did not start: {report['error']}")
         packer.device_uuid = packer.device_uuid or report["device_uuid"]
         if report["device_uuid"] != packer.device_uuid:
-            process.kill()
-            process.wait()
+            _kill(process)
             raise PackerUnavailable(
                 f"the packer on {packer.device} came up on {report['device_uuid']}, while this engine's worker runs on"
                 f" {packer.device_uuid}: see which GPUs the driver still lists (nvidia-smi -L)"
@@ -151,10 +150,18 @@ class Supervisor:
                 process.wait(_STOP_GRACE_S)
             except subprocess.TimeoutExpired:
                 logger.error("packer %d did not stop within %g s and is killed", process.pid, _STOP_GRACE_S)
-                process.kill()
-                process.wait()
+                _kill(process)
         self.packers.clear()
         self._directory.leave()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """One that is stuck in its driver ends when that lets it: it is not waited for."""
+    process.kill()
+    try:
+        process.wait(_KILL_S)
+    except subprocess.TimeoutExpired:
+        logger.error("packer %d is killed, and does not end within %g s: its driver holds it", process.pid, _KILL_S)
 
 
 def _is_kept_from_packers(variable: str) -> bool:
