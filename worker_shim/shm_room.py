@@ -19,6 +19,7 @@ import os
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import shared_memory
 from typing import Any
@@ -52,10 +53,14 @@ def _shown() -> str:
 
 
 class Rings:
-    """The rings in shared memory of a worker's message queues."""
+    """The rings in shared memory of a worker's message queues, which remove their names when they die: none is kept here."""
 
     def __init__(self, queues: Iterable[Any]) -> None:
-        self._rings = [queue.buffer for queue in queues if getattr(queue, "buffer", None) is not None]
+        self._references = [weakref.ref(queue.buffer) for queue in queues if getattr(queue, "buffer", None) is not None]
+
+    @property
+    def _rings(self) -> list[Any]:
+        return [ring for reference in self._references if (ring := reference()) is not None]
 
     def reserve_small(self) -> None:
         """Have the pages of the first 64 KiB of every part now."""
