@@ -137,7 +137,9 @@ class Channel:
 
     def skip(self) -> None:
         """Take the next message, which was looked at: what of it is not here yet is lost."""
-        _recv(self._socket.fileno(), None, 0, socket.MSG_DONTWAIT)  # of a message, what does not fit is dropped
+        # Of a message, what does not fit is dropped. A peer that died since the look is reported in its stead, once.
+        while _recv(self._socket.fileno(), None, 0, socket.MSG_DONTWAIT) < 0 and ctypes.get_errno() == errno.ECONNRESET:
+            pass
 
     def _look(self, timeout_s: float | None) -> tuple[bytes, list[int], int]:
         """The next message, its descriptors and flags. BlockingIOError where none came in time.

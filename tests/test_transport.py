@@ -410,6 +410,22 @@ def test_the_messages_of_a_peer_that_died_with_unread_mail_still_arrive():
             packer.receive(DEADLINE_S)
 
 
+def test_a_peer_that_dies_while_its_message_is_taken_does_not_have_it_received_twice():
+    class Unlucky(Channel):
+        def skip(self) -> None:
+            channel.close()  # with unread mail: the kernel says so to the next call on this side, whatever that wants
+            super().skip()
+
+    with channel_pair() as (channel, peer):
+        reader = Unlucky(peer._socket, peer.decoder)
+        peer.send(Ack("unread"))
+        channel.send(UnmapArena(1))
+        channel.send(UnmapArena(2))
+        assert [reader.receive(DEADLINE_S), reader.receive(DEADLINE_S)] == [(UnmapArena(1), []), (UnmapArena(2), [])]
+        with pytest.raises(PeerClosed):
+            reader.receive(DEADLINE_S)
+
+
 def test_who_finished_sending_can_still_receive():
     with channel_pair() as (worker, packer):
         worker.finish()
