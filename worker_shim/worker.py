@@ -234,8 +234,10 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 
     def _enqueue_result(self, msg: Any) -> None:
         """vllm-omni's own, with pages for the message: see Note [A full /dev/shm]."""
+        promise = isinstance(msg, AsyncDiffusionOutput) and msg.kind is AsyncOutputKind.COMPUTE_DONE
         with self._result_mq_lock:
-            reserve_message(self.result_mq, msg)
+            if not promise:  # that fits the pages that every part of the ring has from the start
+                reserve_message(self.result_mq, msg)
             self.result_mq.enqueue(msg)
 
     def _stage(self, output: DiffusionOutput | BatchRunnerOutput, output_id: str) -> Staged | None:
