@@ -107,7 +107,7 @@ def serve(
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
         server = Server(settings, settings.read_key(), managed=managed)
         servers.append(server)
-    except (PackerError, OSError, MemoryError) as error:
+    except (PackerError, OSError, MemoryError, RuntimeError) as error:  # the last: no thread can be started
         _report(ready_fd, error=str(error))
         raise SystemExit(f"packer-service serve: {error}") from error
     directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
