@@ -190,14 +190,22 @@ def nothing_kept(running: RunningEngine) -> None:
         raise AssertionError(f"kept: {kept()}") from None
 
 
-def packer_memory(pid: int | str = "self") -> list[range]:
-    """The address ranges of a process that are memory of ours."""
-    ranges = []
+def _mappings(pid: int | str) -> Iterator[list[str]]:
+    """The fields of each line of a process's memory map that is memory of ours."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if "/memfd:packer-" in line:
-            start, _, end = line.split()[0].partition("-")
-            ranges.append(range(int(start, 16), int(end, 16)))
-    return ranges
+            yield line.split()
+
+
+def packer_memory(pid: int | str = "self") -> list[range]:
+    """The address ranges of a process that are memory of ours."""
+    bounds = [fields[0].split("-") for fields in _mappings(pid)]
+    return [range(int(start, 16), int(end, 16)) for start, end in bounds]
+
+
+def packer_memfds() -> set[str]:
+    """The inodes of the memory of ours that this process maps. One may be mapped in several ranges."""
+    return {fields[4] for fields in _mappings("self")}
 
 
 def in_packer_memory(tensor: torch.Tensor) -> bool:
@@ -260,7 +268,7 @@ class Residue:
         self._children = children()
         self._directories = set(run_directories(os.getpid()))
         self._names = named_memory()
-        self._mappings = len(packer_memory())
+        self._memfds = packer_memfds()
         self._descriptors = len(packer_descriptors())
 
     def found(self) -> dict[str, Any]:
@@ -270,7 +278,7 @@ class Residue:
             "processes": children() - self._children,
             "run directories": set(run_directories(os.getpid())) - self._directories,
             "named shared memory": names and names - mapped_elsewhere(names),
-            "mappings": max(len(packer_memory()) - self._mappings, 0),
+            "memfds": len(packer_memfds() - self._memfds),
             "descriptors": max(len(packer_descriptors()) - self._descriptors, 0),
         }
 

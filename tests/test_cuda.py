@@ -488,7 +488,8 @@ def test_with_expandable_segments_outputs_are_staged_and_one_beyond_the_arena_is
 
 
 def test_packers_find_the_gpu_by_uuid_whatever_its_number(tmp_path: Path, packer: Packer) -> None:
-    uuid = CudaExportDevice(0).uuid
+    with contextlib.closing(CudaExportDevice(0)) as device:
+        uuid = device.uuid
     assert packer.report["device_uuid"] == uuid
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid

@@ -389,7 +389,7 @@ def test_closing_leaves_the_outputs_and_nothing_else(single, batched, uni, resid
     wait_until(lambda: not residue.found()["named shared memory"], "there is no named memory")
     found = residue.found()
     found.pop("named shared memory")
-    assert found.pop("mappings") == 2  # of the outputs that are kept
+    assert found.pop("memfds") == 2  # of the outputs that are kept
     assert not any(found.values()), found
     assert_same(kept, uni(request, request))
     del kept
