@@ -229,3 +229,33 @@ def test_every_watched_id_of_ten_thousand_is_dropped_or_taken(unclaimed, dropped
     del one
     wait_until(lambda: gc.collect() >= 0 and len(unclaimed) == 0, "all are dropped")
     wait_until(lambda: dropped.qsize() == 5_000, "half of them by us")
+
+
+def test_an_error_that_somebody_keeps_keeps_no_executor_in_a_cycle():
+    from worker_shim.executor import without_frames
+
+    class Executor:
+        pass
+
+    def pump(executor: Executor) -> OSError:
+        kept = OSError()
+        try:
+            try:
+                raise ValueError(executor)
+            except ValueError as cause:
+                cause.args = ()
+                raise OSError("no descriptor") from cause
+        except OSError as error:
+            kept = error  # as vllm-omni's pump has it in a variable
+        return kept
+
+    executor = Executor()
+    gone = weakref.ref(executor)
+    gc.disable()
+    try:
+        error = without_frames(pump(executor))
+        del executor
+        assert gone() is None
+        assert str(error) == "no descriptor"
+    finally:
+        gc.enable()

@@ -99,6 +99,19 @@ def unpack(output: object) -> object:
         return output
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """``error``, which may be kept now: a traceback keeps frames, and a pump's keeps the executor, and the error itself.
+
+    An executor in such a cycle is taken apart by the garbage collector, in any order, and the end of its queues' zmq contexts
+    then waits for ever for their sockets.
+    """
+    each: BaseException | None = error
+    while each is not None and each.__traceback__ is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
+
+
 def _in_process(pid: int, call: Callable[[], object]) -> None:
     """Do it in that process, and not in one that it forked."""
     if os.getpid() == pid:
@@ -281,13 +294,24 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
         vllm-omni's would end silently, and every request wait for its timeout.
         """
+        raised: list[Exception] = []  # the last, which the pump keeps in a variable
+
+        def unpack_noting(output: object) -> object:
+            try:
+                return unpack(output)
+            except Exception as error:
+                raised[:] = [error]
+                raise
+
         pump = super()._result_pump.__func__
-        namespace = {**pump.__globals__, "unpack_diffusion_output_shm": unpack}
+        namespace = {**pump.__globals__, "unpack_diffusion_output_shm": unpack_noting}
         rebound = types.FunctionType(pump.__code__, namespace, pump.__name__, pump.__defaults__, pump.__closure__)
         try:
             rebound(self, result_mq)
         except BaseException:  # SystemExit, too: somebody's class may raise it where it is unpickled
             logger.exception("the thread that takes outputs from %s failed", result_mq)
+        for error in raised:
+            without_frames(error)
         if not self._pump_stop.is_set() and not self._is_failed:
             self._fail(f"{threading.current_thread().name} ended")
 
@@ -350,7 +374,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
                     check_media(result)
                 except (TypeError, ValueError) as error:
                     result, exc = None, error
-            super()._finish_output(async_output_id, result, exc)
+            super()._finish_output(async_output_id, result, exc and without_frames(exc))
         else:
             self._deliver_batch_split(per_request, result, None if exc is None else str(exc))
 
