@@ -401,10 +401,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._closing.set()
         if not hasattr(self, "_closed"):  # vllm-omni's own start makes it
             return
-        with (
-            self._shutdown_lock,
-            contextlib.ExitStack() as ends,
-        ):  # each whatever became of the one before, the last first
+        # Each end comes whatever became of the one before, the last first.
+        with self._shutdown_lock, contextlib.ExitStack() as ends:
             ends.callback(self._close_all)
             ends.callback(super().shutdown)
             for keeper in self._keepers:

@@ -232,10 +232,8 @@ class CudaExportDevice:
         self._pointer = int(call(driver.cuMemHostGetDevicePointer, self.timeline.address, 0))
         self._value = 0
         self._last_stream: int | None = None
-        self._reader: tuple[int, Any] = (
-            -1,
-            None,
-        )  # the stream that read something last: the driver's handle, torch's object
+        # The stream that read something last: the driver's handle, and torch's object.
+        self._reader: tuple[int, Any] = (-1, None)
         self._use_events = events
         self._idle_events: list[tuple[Any, bytes]] = []
         self._busy_events: dict[bytes, Any] = {}

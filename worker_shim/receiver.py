@@ -262,9 +262,8 @@ class Receiver:
                 raise PackerError("nothing says what it is")
             output = self._build(message.output, message.body, fds, assembled)
             assembled.received = Received(message.output, output)
-        except (
-            BaseException
-        ) as error:  # whatever an unpickled class raises, SystemExit too, belongs to this output alone
+        except BaseException as error:
+            # Whatever an unpickled class raises, SystemExit too, belongs to this output alone.
             expected = isinstance(error, PackerError)
             logger.error("output %s cannot be put together: %s", message.output, error, exc_info=not expected)
             reason = f"output {message.output} cannot be put together: {error!r}"
