@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.harness import MIB, arguments, device, is_quick, say, table
-from worker_shim.demo.figures import percentile
+from worker_shim.synthetic.figures import percentile
 
 SECONDS = 30.0
 _WAITING_S = 6.0
@@ -102,7 +102,7 @@ def _packer(plan: Plan) -> dict[str, Any]:
     import torch
 
     from packer_service.config import Settings
-    from worker_shim.supervisor import Supervisor
+    from worker_shim.engine.supervisor import Supervisor
 
     on_gpu = bool(machine.gpus())
     if on_gpu:
@@ -204,7 +204,7 @@ class Worker:
 
 def _unwritten(on_device: Any) -> Callable[[], Any]:
     """A host device's ``signal`` that gives the next value and leaves it unreached."""
-    from worker_shim.export_device import Signal
+    from worker_shim.worker.device import Signal
 
     def signal() -> Any:
         on_device._value += 1
@@ -228,13 +228,13 @@ def _cycles_per_second() -> float:
 
 @contextlib.contextmanager
 def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
-    from packer_service import transport
-    from worker_shim.export import Exporter
-    from worker_shim.export_device import open_export_device
-    from worker_shim.receiver import Delivered, Receiver
+    from packer_service.wire import handshake
+    from worker_shim.engine.receiver import Delivered, Receiver
+    from worker_shim.worker.device import open_export_device
+    from worker_shim.worker.exporter import Exporter
 
     session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
-    channel, _ = transport.connect(socket, key, "engine", session)
+    channel, _ = handshake.connect(socket, key, "engine", session)
     receiver = Receiver(channel, mac_key, Delivered())
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
@@ -246,7 +246,7 @@ def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
             session=session,
             mac_key=mac_key,
             on_settled=lambda output_id: None,
-            on_handed_back=lambda staged, reason: problems.put(reason),
+            on_fallback=lambda staged, reason: problems.put(reason),
         )
         try:
             yield Worker(exporter, receiver, problems)

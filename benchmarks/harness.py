@@ -1,7 +1,7 @@
 """What the benchmarks that run engines share: the engines of one run, what arrives at them, the bare copy, the budget.
 
 All sides of a run are up at once and take turns, sample by sample. Nothing here imports torch or vllm before it is needed:
-``worker_shim.demo.engine.prepare`` comes first.
+``worker_shim.synthetic.engine.prepare`` comes first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from benchmarks import machine
 
 if TYPE_CHECKING:
-    from worker_shim.demo.timing import Arrivals
+    from worker_shim.synthetic.timing import Arrivals
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -107,8 +107,8 @@ def open_sides(pipeline: str = PIPELINE, only: str = "", **config: Any) -> Itera
     """
     import torch
 
-    from worker_shim.demo.engine import engine
-    from worker_shim.demo.timing import Arrivals
+    from worker_shim.synthetic.engine import engine
+    from worker_shim.synthetic.timing import Arrivals
 
     with_mp = machine.gpus() or config.get("step_execution")
     backends = {"packer": PACKER, "mp": "mp"} if with_mp else {"packer": PACKER}
@@ -148,7 +148,7 @@ class BareCopy:
     def __init__(self, shape: Sequence[int], dtype: str, seed: int) -> None:
         import torch
 
-        from worker_shim.demo.content import content
+        from worker_shim.synthetic.content import content
 
         self.source = content(tuple(shape), dtype, seed, device())
         self.target = torch.empty(self.source.shape, dtype=self.source.dtype, pin_memory=self.source.is_cuda)
@@ -221,7 +221,7 @@ def arguments(description: str | None, seconds: float | None, *outputs: str) -> 
 
 def set_up() -> TextIO:
     """Prepare this process for engines, quiet them, and send all they print to stderr. Returns the real stdout."""
-    from worker_shim.demo.engine import prepare
+    from worker_shim.synthetic.engine import prepare
 
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -31,8 +31,8 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker import diffusion_worker
 
 from benchmarks.harness import ALONE, BESIDE
-from worker_shim.demo.content import content
-from worker_shim.demo.timing import UNCLAIMED, TimedPipeline
+from worker_shim.synthetic.content import content
+from worker_shim.synthetic.timing import UNCLAIMED, TimedPipeline
 
 _DRAIN_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.001

@@ -8,9 +8,10 @@ from vllm_omni.diffusion.worker import diffusion_worker
 
 from benchmarks.pipelines import BenchmarkPipeline
 from benchmarks.stopwatch import ENTERED, Stopwatch
-from worker_shim import skeleton, uplink
-from worker_shim.arena import Arena
-from worker_shim.export import Exporter
+from worker_shim.outputs import skeleton
+from worker_shim.worker import uplink
+from worker_shim.worker.arena import Arena
+from worker_shim.worker.exporter import Exporter
 
 
 class SteppedPipeline(BenchmarkPipeline):

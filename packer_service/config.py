@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packer_service.cgroup import memory_limit
 from packer_service.errors import SettingError
+from packer_service.pool.cgroup import memory_limit
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # what a packer process reads; the rest is the executor's

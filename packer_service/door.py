@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from packer_service import transport
 from packer_service.errors import HandshakeError, PackerError, SettingError, SocketTaken
 from packer_service.run_directory import MAX_SOCKET_BYTES
+from packer_service.wire.channel import peer_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Door:
 
     def _enter(self, peer: socket.socket) -> bool:
         """Make room for one more peer that has not proven itself; False where the door closes meanwhile."""
-        pid, _ = transport.peer_credentials(peer)
+        pid, _ = peer_credentials(peer)
         bound = self._max_sessions + MAX_UNPROVEN
         if len(self._unproven) >= MAX_UNPROVEN:  # only this thread adds to them
             self._evict()

@@ -17,16 +17,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from packer_service import transport
 from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
 from packer_service.door import Door, check_path
-from packer_service.engine_session import EngineSession
 from packer_service.errors import HandshakeError, NotNow, PackerError
-from packer_service.pool import Budget, Pool
-from packer_service.protocol import Hello, Welcome
-from packer_service.worker_session import WorkerSession
+from packer_service.pool.pool import Budget, Pool
+from packer_service.sessions.engine import EngineSession
+from packer_service.sessions.worker import WorkerSession
+from packer_service.wire import handshake
+from packer_service.wire.channel import Channel, peer_credentials
+from packer_service.wire.protocol import Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +172,9 @@ class Server:
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            pid, uid = transport.peer_credentials(peer)
+            pid, uid = peer_credentials(peer)
             try:
-                channel, hello = transport.accept(
+                channel, hello = handshake.accept(
                     peer, self._key, self._uids, functools.partial(self._admit, peer), self.settings.handshake_timeout_s
                 )
             except (PackerError, OSError) as error:
@@ -227,7 +228,7 @@ class Server:
             idle_s=self.settings.pool_idle_s,
         )
 
-    def _serve_engine(self, channel: transport.Channel, hello: Hello) -> None:
+    def _serve_engine(self, channel: Channel, hello: Hello) -> None:
         with self._changed:
             if self._stopping:
                 return
@@ -265,7 +266,7 @@ class Server:
         states = [state for worker in workers if (state := worker.describe(output))]
         return states[0] if states else f"not here: never exported, or published; {len(workers)} workers are connected"
 
-    def _serve_worker(self, channel: transport.Channel, hello: Hello) -> None:
+    def _serve_worker(self, channel: Channel, hello: Hello) -> None:
         with self._changed:
             engine = self._engines.get(hello.session)
             if engine is None or self._stopping:

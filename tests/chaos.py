@@ -57,7 +57,7 @@ ERA_S = (20.0, 40.0)
 FINISH_S = 90.0  # for an era to come to rest; nothing comes near it unless something hangs
 IN_FLIGHT = 8
 HELD = 6  # outputs that a slow consumer keeps
-# not "dict", of tests/pipelines.py: vllm-omni's own path fails on its empty view of a large tensor
+# not "dict", of tests/helpers/pipelines.py: vllm-omni's own path fails on its empty view of a large tensor
 BEHAVIOURS = ("image", "image", "image", "bfloat16", "static", "views", "wordy", "trajectory", "small", "noncontiguous")
 SIZES = ((16, 24, 1), (64, 96, 1), (128, 128, 2), (256, 256, 1), (256, 256, 4), (512, 512, 1))
 EXTRA_DESCRIPTORS = 8  # what a connection being made may add to a process's descriptors at the moment they are counted
@@ -106,9 +106,9 @@ class _Child:
             self._events.flush()
 
     def run(self) -> None:
-        from worker_shim.demo.engine import prepare
+        from worker_shim.synthetic.engine import prepare
 
-        prepare(TESTS)
+        prepare(TESTS, TESTS / "helpers")
         import engine_checks
         from engine_harness import BATCH
 
@@ -237,7 +237,7 @@ class _Child:
         return True
 
     def _expected(self, params: Any) -> Any:
-        """As tests/pipelines.py makes it, here."""
+        """As tests/helpers/pipelines.py makes it, here."""
         import pipelines
         import torch
 
@@ -691,7 +691,7 @@ def run(seed: int, minutes: float) -> dict[str, Any]:
     """The summary of a run; its ``ok`` says whether everything held."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
-    from worker_shim.demo.engine import nvidia_gpus
+    from worker_shim.synthetic.engine import nvidia_gpus
 
     if nvidia_gpus():
         os.environ["CHAOS_GPU"] = "1"

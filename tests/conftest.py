@@ -14,20 +14,21 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from worker_shim.demo.engine import nvidia_gpus, prepare
+from worker_shim.synthetic.engine import nvidia_gpus, prepare
 
 GPUS = nvidia_gpus()
+TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
 LONGEST_FIRST = (
     "test_chaos.py",
     "test_fuzz.py",
-    "test_session.py",
-    "test_engine_abort.py",
-    "test_engine_step.py",
+    "test_sessions.py",
+    "test_abort.py",
+    "test_step.py",
     "test_contract.py",
     "test_soak.py",
     "test_engine_faults.py",
-    "test_engine_modes.py",
+    "test_modes.py",
 )
 """The files that take longest, of those that `make test` gives to its processes, one after the other."""
 
@@ -63,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The many processes of the tests would compile this project anew each, where the variable says to keep no bytecode.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    prepare(Path(__file__).resolve().parent)
+    prepare(TESTS, TESTS / "helpers")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,21 +33,23 @@ from typing import Any
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent))  # as pytest does it: the helpers beside this file have no package
+sys.path.insert(0, f"{Path(__file__).resolve().parent}/helpers")  # as pytest does it
+sys.path.insert(0, f"{Path(__file__).resolve().parent}/packer")
 
 from packer_process import DEADLINE_S, MIB, Packer, running_packer, session, transfer, wait_until
 from test_protocol import MESSAGES
 
 from benchmarks import machine
-from packer_service import protocol, transport
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
-from packer_service.memory import SharedMemory, create_memfd
-from packer_service.protocol import (
+from packer_service.memory.memfd import SharedMemory, create_memfd
+from packer_service.wire import protocol
+from packer_service.wire.channel import Channel, close_fds
+from packer_service.wire.protocol import (
     Ack,
     Body,
     Export,
     MapAcks,
-    MapArena,
+    MapChunk,
     MapTimeline,
     Message,
     OutputReady,
@@ -55,7 +57,7 @@ from packer_service.protocol import (
     Probe,
     Release,
     Skeleton,
-    UnmapArena,
+    UnmapChunk,
     Withdraw,
 )
 
@@ -186,7 +188,7 @@ class Descriptors:
 
     def some(self, rng: random.Random, message: Message | None = None) -> list[int]:
         """What ``message`` needs, most of the time, so that frames get past the first check; else anything."""
-        needs = isinstance(message, MapAcks | MapArena | MapTimeline) or (
+        needs = isinstance(message, MapAcks | MapChunk | MapTimeline) or (
             isinstance(message, Skeleton) and message.body.host_nbytes
         )
         if rng.random() < 0.75:
@@ -197,13 +199,13 @@ class Descriptors:
     def close(self) -> None:
         for memory in (self.page, self.acks, self.chunk):
             memory.close()
-        transport.close_fds(self.foreign)
+        close_fds(self.foreign)
 
 
 class Peer:
     """A fuzzed connection: any frame may go out, what comes back must be of the protocol."""
 
-    def __init__(self, channel: transport.Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.socket: socket.socket = channel._socket
 
@@ -252,7 +254,7 @@ class Live:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(DEADLINE_S)
             sock.connect(self.packer.socket)
-            challenge, peer = sock.recv(1000), Peer(transport.Channel(sock, protocol.from_server))
+            challenge, peer = sock.recv(1000), Peer(Channel(sock, protocol.from_server))
             assert challenge, "the packer closed a connection before it said anything"
             hello = protocol.encode(
                 protocol.Hello(protocol.VERSION, "engine", "fuzz-session", bytes(32), self.rng.randbytes(32))
@@ -309,7 +311,7 @@ class Live:
                     MapTimeline(), self.rng.choice(self.descriptors.foreign) if bare else self.descriptors.page.fd
                 )
             if not bare:
-                worker.send(MapArena(0, self.descriptors.chunk.nbytes), self.descriptors.chunk.fd)
+                worker.send(MapChunk(0, self.descriptors.chunk.nbytes), self.descriptors.chunk.fd)
             yield Peer(engine), Peer(worker)
 
     # -- what is sent --------------------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ class Live:
         if kind == "map":
             number, nbytes = choose((1, 1, 1, 0, 2)), max(choose(_SIZES), 1)
             return choose(
-                (MapArena(number, nbytes), MapArena(number, 4096), UnmapArena(number), MapTimeline(), MapAcks())
+                (MapChunk(number, nbytes), MapChunk(number, 4096), UnmapChunk(number), MapTimeline(), MapAcks())
             )
         output = choose(_OUTPUTS) if rng.random() < 0.05 else f"output-{self.frames}"
         self.exported.append(output)
@@ -375,7 +377,7 @@ class Live:
                 if received is None:
                     continue
                 message, fds = received
-                transport.close_fds(fds)
+                close_fds(fds)
                 if isinstance(message, OutputReady):
                     self.take(engine, message)
                 if isinstance(message, OutputReady | Ack) and message.output == name:

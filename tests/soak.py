@@ -280,9 +280,9 @@ def run(
     small: int, large: int, *, seed: int, rests: int, sample_s: float, settings: dict[str, Any] = SETTINGS
 ) -> tuple[list[Sample], dict[str, Any]]:
     """The samples, and a summary whose ``ok`` says whether everything held."""
-    from worker_shim.demo.engine import engine, prepare
+    from worker_shim.synthetic.engine import engine, prepare
 
-    prepare(TESTS)
+    prepare(TESTS, TESTS / "helpers")
     with engine(
         "worker_shim.PackerDiffusionExecutor",
         "soak_pipeline.SoakPipeline",

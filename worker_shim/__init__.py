@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker_shim.executor import PackerDiffusionExecutor
+    from worker_shim.engine.executor import PackerDiffusionExecutor
 
 __all__ = ["PackerDiffusionExecutor"]
 
@@ -23,9 +23,9 @@ def __getattr__(name: str) -> Any:
 
     found = compat.check()
     if found.missing or found.changed:
-        from worker_shim.own_executor import OwnExecutor
+        from worker_shim.engine.own_executor import OwnExecutor
 
         return OwnExecutor
-    from worker_shim.executor import PackerDiffusionExecutor
+    from worker_shim.engine.executor import PackerDiffusionExecutor
 
     return PackerDiffusionExecutor

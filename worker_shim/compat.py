@@ -1,9 +1,9 @@
 """What of vllm-omni this package takes hold of, in one place, checked before any of it is imported or overridden.
 
 ``worker_shim`` asks ``check`` when vllm-omni asks it for the executor. Where a name is gone, or the release is another, that is
-vllm-omni's own executor (``worker_shim.own_executor``). Names alone do not say that a function still does what we rely on: so
-the source of each is known by its digest (``worker_shim.digests``), and one that differs is left alone too, unless the setting
-``compatibility`` says otherwise.
+vllm-omni's own executor (``worker_shim.engine.own_executor``). Names alone do not say that a function still does what we rely
+on: so the source of each is known by its digest (``worker_shim.digests``), and one that differs is left alone too, unless the
+setting ``compatibility`` says otherwise.
 
     python -m worker_shim.compat      # writes worker_shim/digests.py anew, of the vllm-omni that is installed: after reading
                                       # what changed in the functions it names, and after the tests have passed

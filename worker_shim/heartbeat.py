@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from packer_service.errors import DescriptorLost, PeerClosed, PeerHung
-from packer_service.protocol import Message, Ping, Pong
-from packer_service.transport import Channel, close_fds
+from packer_service.wire.channel import Channel, close_fds
+from packer_service.wire.protocol import Message, Ping, Pong
 
 _BEATS = 4
 

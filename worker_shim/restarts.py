@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from packer_service.config import Settings
 from packer_service.errors import MAY_PASS, PackerAbsent, PackerUnavailable
-from packer_service.transport import Channel
+from packer_service.wire.channel import Channel
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)

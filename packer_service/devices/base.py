@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from packer_service.timeline import TimelinePage
+from packer_service.memory.timeline import TimelinePage
 
 
 def nothing() -> None:
     """The ``then`` of a close that nothing follows."""
 
 
-class Arena(Protocol):
+class ImportedChunk(Protocol):
     """One chunk of a worker's arena, imported. Ours to close; the memory stays the worker's."""
 
     nbytes: int
@@ -58,8 +58,8 @@ class Stream(Protocol):
         """
         ...
 
-    def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
-        """Copy ``nbytes`` at ``offset`` of ``arena`` to registered host memory at ``address``."""
+    def copy_to_host(self, address: int, chunk: ImportedChunk, offset: int, nbytes: int) -> None:
+        """Copy ``nbytes`` at ``offset`` of ``chunk`` to registered host memory at ``address``."""
         ...
 
     def record(self) -> Marker: ...
@@ -85,10 +85,10 @@ class Device(Protocol):
         ...
 
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
-        """As ``Arena.close``: the memory must stay mapped until ``then`` is called."""
+        """As ``ImportedChunk.close``: the memory must stay mapped until ``then`` is called."""
         ...
 
-    def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> Arena:
+    def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> ImportedChunk:
         """Import a worker's chunk and check that it really holds ``nbytes``. Takes the descriptors out of ``fds`` it keeps."""
         ...
 

@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from packer_service import affinity
-from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices import affinity
+from packer_service.devices.base import ImportedChunk, Timeline, nothing
 from packer_service.devices.calls import DeviceCall
 from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceBusy, DeviceError
-from packer_service.timeline import TimelinePage
+from packer_service.memory.timeline import TimelinePage
 
 REGISTER_BYTES = 64 << 20  # one registration; larger ones delay copies that run beside them
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -96,7 +96,7 @@ def device_uuid(device: Any) -> str:
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
-class CudaArena:
+class CudaChunk:
     """A worker's chunk behind its IPC handle. The import keeps the memory alive even when the worker is gone."""
 
     def __init__(self, handle: bytes, nbytes: int, closer: Closer) -> None:
@@ -220,9 +220,9 @@ class CudaStream:
         call(driver.cuStreamWaitEvent, self._stream, event, 0)
         self._started, self._nbytes = self._event(), 0
 
-    def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
-        assert isinstance(arena, CudaArena)
-        source, end = arena.pointer + offset, address + nbytes
+    def copy_to_host(self, address: int, chunk: ImportedChunk, offset: int, nbytes: int) -> None:
+        assert isinstance(chunk, CudaChunk)
+        source, end = chunk.pointer + offset, address + nbytes
         while address < end:
             part = min(end, self._device.registration_end(address)) - address
             call(driver.cuMemcpyDtoHAsync, address, source, part, self._stream)
@@ -337,8 +337,8 @@ class CudaDevice:
             start = self._starts[bisect.bisect_right(self._starts, address) - 1]
             return start + self._sizes[start]
 
-    def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> CudaArena:
-        return CudaArena(handle, nbytes, self._closer)
+    def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> CudaChunk:
+        return CudaChunk(handle, nbytes, self._closer)
 
     def open_timeline(self, page: TimelinePage) -> CudaTimeline:
         return CudaTimeline(page, self._closer)

@@ -1,4 +1,4 @@
-"""A device for a machine with no GPU: an arena is a worker's memfd, a copy is a memmove, a stream is a list of calls.
+"""A device for a machine with no GPU: a chunk is a worker's memfd, a copy is a memmove, a stream is a list of calls.
 
 Everything else of the packer runs unchanged over it, in tests, in demos and in CI. It is no faster than vllm-omni's own
 path and is not meant for production.
@@ -10,17 +10,17 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from packer_service.devices.base import Arena, Timeline, nothing
+from packer_service.devices.base import ImportedChunk, Timeline, nothing
 from packer_service.devices.calls import DeviceCall
 from packer_service.devices.closer import Closer
 from packer_service.errors import DeviceError, ProtocolError
-from packer_service.memory import SharedMemory
-from packer_service.timeline import TimelinePage
+from packer_service.memory.memfd import SharedMemory
+from packer_service.memory.timeline import TimelinePage
 
 _POLL_S = 0.0005
 
 
-class HostArena:
+class HostChunk:
     """A worker's memfd, mapped here."""
 
     def __init__(self, memory: SharedMemory, closer: Closer) -> None:
@@ -80,9 +80,9 @@ class HostStream:
     def wait_event(self, handle: bytes) -> None:
         raise DeviceError("the host device has no events: leave the setting event at 'timeline'")
 
-    def copy_to_host(self, address: int, arena: Arena, offset: int, nbytes: int) -> None:
-        assert isinstance(arena, HostArena)
-        source = arena.address + offset
+    def copy_to_host(self, address: int, chunk: ImportedChunk, offset: int, nbytes: int) -> None:
+        assert isinstance(chunk, HostChunk)
+        source = chunk.address + offset
         self._calls.append(lambda: ctypes.memmove(address, source, nbytes))  # releases the GIL
 
     def record(self) -> HostMarker:
@@ -118,10 +118,10 @@ class HostDevice:
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         self._closer.close_later(nothing, then)
 
-    def open_arena(self, handle: bytes, fds: list[int], nbytes: int) -> HostArena:
+    def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> HostChunk:
         if not fds:
-            raise ProtocolError("a host arena came without its memfd")
-        return HostArena(SharedMemory.attach(fds.pop(), nbytes), self._closer)
+            raise ProtocolError("a host chunk came without its memfd")
+        return HostChunk(SharedMemory.attach(fds.pop(), nbytes), self._closer)
 
     def open_timeline(self, page: TimelinePage) -> HostTimeline:
         return HostTimeline(page, self._closer)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from packer_process import MIB, Engine, Packer, Worker, running_packer, session, transfer, wait_until
 
-from packer_service.protocol import Export, Fail, MapArena, MapTimeline, Piece, UnmapArena, Unmapped
+from packer_service.wire.protocol import ChunkUnmapped, Export, MapChunk, MapTimeline, Piece, UnmapChunk, Withdraw
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def export_one_in_mid_copy_and_another(worker: Worker, faults) -> None:
 def assert_all_is_given_back(packer: Packer, engine: Engine) -> None:
     with contextlib.closing(Worker(packer, engine.session)) as successor:
         transfer(engine, successor, 2 * MIB)  # the whole pool
-        successor.channel.send(UnmapArena(0))
-        assert successor.answer() == Unmapped(0)
+        successor.channel.send(UnmapChunk(0))
+        assert successor.answer() == ChunkUnmapped(0)
 
 
 def test_a_counter_that_a_dead_workers_device_lowers_again_holds_up_nothing(packer, module_faults):
@@ -56,7 +56,7 @@ def test_a_counter_that_a_broken_device_lowers_again_holds_up_nothing(packer, mo
     with session(packer) as (engine, worker):
         with module_faults.active("copy"):
             export_one_in_mid_copy_and_another(worker, module_faults)
-            worker.channel.send(Fail("incomplete", "device-side assert"))
+            worker.channel.send(Withdraw("incomplete", "device-side assert", incomplete=True))
             wait_until(lambda: worker.timeline.counter == 2, "the counter is forced")
             worker.reach(1)
         ready = engine.next()
@@ -76,7 +76,7 @@ def test_a_counter_forced_for_an_earlier_connection_of_a_dead_worker_completes_n
         worker.timeline.generation += 1
         worker.channel = packer.connect("worker", engine.session)
         worker.channel.send(MapTimeline(worker.timeline.generation), worker.timeline.fd)
-        worker.channel.send(MapArena(0, worker.arena.nbytes), worker.arena.fd)
+        worker.channel.send(MapChunk(0, worker.arena.nbytes), worker.arena.fd)
         worker.channel.send(Export("output", value, (Piece(0, 0, 10),)))
         worker.skeleton("output")
         wait_until(lambda: engine.describe("output") == "waiting for the worker's forward", "it is exported again")
@@ -93,7 +93,7 @@ def test_an_event_that_a_broken_device_never_completes_holds_up_nothing(packer, 
         with module_faults.active("event"):
             worker.channel.send(Export("output", 1, (worker.write(b"content"),), event=b"e" * 64))
             worker.skeleton("output")
-            worker.channel.send(Fail("output", "device-side assert"))
+            worker.channel.send(Withdraw("output", "device-side assert", incomplete=True))
             assert engine.next().error == "device-side assert"
         worker.channel.close()
         assert_all_is_given_back(packer, engine)

@@ -33,19 +33,21 @@ from packer_process import (
     wait_until,
 )
 
-from packer_service import protocol
 from packer_service.config import Settings
 from packer_service.devices.host import HostDevice
 from packer_service.door import MAX_UNPROVEN
-from packer_service.engine_session import EngineSession
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
-from packer_service.memory import SharedMemory, create_memfd
-from packer_service.pool import Budget, Pool
-from packer_service.protocol import (
+from packer_service.memory.memfd import SharedMemory, create_memfd
+from packer_service.pool.pool import Budget, Pool
+from packer_service.sessions.engine import EngineSession
+from packer_service.sessions.worker import MAX_CHUNKS, MAX_HOST_MEMFDS, WorkerSession
+from packer_service.wire import protocol
+from packer_service.wire.channel import Channel
+from packer_service.wire.protocol import (
     Ack,
     Body,
     Export,
-    MapArena,
+    MapChunk,
     MapTimeline,
     Nack,
     OutputReady,
@@ -53,8 +55,6 @@ from packer_service.protocol import (
     Refused,
     Skeleton,
 )
-from packer_service.transport import Channel
-from packer_service.worker_session import MAX_ARENAS, MAX_HOST_MEMFDS, WorkerSession
 
 POOL = 2 * MIB
 
@@ -146,7 +146,7 @@ def test_a_chunk_whose_memfd_finds_no_room_in_the_packers_table_hands_back_its_o
     with session(packer) as (engine, worker):
         transfer(engine, worker)
         with full_table(packer.process.pid):
-            worker.channel.send(MapArena(1, worker.arena.nbytes), worker.arena.fd)
+            worker.channel.send(MapChunk(1, worker.arena.nbytes), worker.arena.fd)
             transfer(engine, worker)
         worker.export("output", Piece(1, 0, 10))
         worker.skeleton("output")
@@ -183,11 +183,11 @@ def test_a_peer_that_finds_no_room_in_the_packers_table_waits_until_there_is_som
 def test_chunks_are_bounded(packer, others):
     with session(packer) as (_, worker):
         fd = create_memfd("chunk", 4096)
-        for number in range(1, MAX_ARENAS + 1):
-            worker.channel.send(MapArena(number, 4096), fd)
+        for number in range(1, MAX_CHUNKS + 1):
+            worker.channel.send(MapChunk(number, 4096), fd)
         answer = worker.answer()
         assert isinstance(answer, Refused)
-        assert f"{MAX_ARENAS} arena chunks" in answer.reason
+        assert f"{MAX_CHUNKS} chunks" in answer.reason
         os.close(fd)
 
 
@@ -270,7 +270,7 @@ def in_process(device: HostDevice) -> Iterator[tuple[EngineSession, Channel, thr
         thread = threading.Thread(target=served.serve, daemon=True)
         thread.start()
         worker.send(MapTimeline(), arena.fd)
-        worker.send(MapArena(0, 4096), arena.fd)
+        worker.send(MapChunk(0, 4096), arena.fd)
         yield engine, worker, thread, arena
 
 

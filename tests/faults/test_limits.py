@@ -26,9 +26,9 @@ from packer_process import (
     wait_until,
 )
 
-from packer_service import transport
 from packer_service.errors import DeviceError, PackerError
-from packer_service.protocol import Ack, Nack
+from packer_service.wire.channel import close_fds
+from packer_service.wire.protocol import Ack, Nack
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -49,7 +49,7 @@ from test_skeleton import content  # noqa: E402
 from vllm_omni.diffusion.data import DiffusionOutput  # noqa: E402
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_output_shm  # noqa: E402
 
-from worker_shim.export_device import Chunk, HostExportDevice  # noqa: E402
+from worker_shim.worker.device import Chunk, HostExportDevice  # noqa: E402
 
 STOP_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,7 +260,7 @@ def test_in_a_process_with_more_than_1023_open_files_a_packer_is_started_and_sta
                 if not number:
                     os.kill(kept.packer_pid, signal.SIGKILL)
     finally:
-        transport.close_fds(open_files)
+        close_fds(open_files)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
@@ -309,7 +309,7 @@ def test_no_decision_depends_on_the_wall_clock_which_may_jump():
 
 UNGUARDED = """
 import multiprocessing, sys
-from worker_shim.demo.engine import engine, prepare
+from worker_shim.synthetic.engine import engine, prepare
 from pathlib import Path
 prepare(Path({tests!r}))
 with engine("worker_shim.PackerDiffusionExecutor", "pipelines.RequestPipeline") as running:

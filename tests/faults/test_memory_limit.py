@@ -18,7 +18,7 @@ import psutil
 import pytest
 from packer_process import MIB, Engine, Packer, Worker, running_packer, session, transfer, wait_until
 
-from packer_service.protocol import Ack, Nack
+from packer_service.wire.protocol import Ack, Nack
 
 LIMIT = 320 * MIB
 NEIGHBOUR = 160 * MIB
@@ -219,7 +219,7 @@ def test_files_that_were_read_again_and_again_take_no_room_from_the_pool(limited
 
 
 def test_what_is_left_is_the_limit_less_what_is_used(limited):
-    code = "from packer_service.cgroup import memory_limit, memory_left; print(memory_limit(), memory_left())"
+    code = "from packer_service.pool.cgroup import memory_limit, memory_left; print(memory_limit(), memory_left())"
     with limited.inside():
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     limit, left = map(int, run.stdout.split())

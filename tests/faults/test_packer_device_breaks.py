@@ -23,10 +23,10 @@ pytestmark = pytest.mark.engine
 
 from engine_checks import assert_same  # noqa: E402
 from sides import Kept, WorkerSide, managed, working  # noqa: E402
-from test_export import Stalling  # noqa: E402
+from test_exporter import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
-from worker_shim.export_device import CudaExportDevice, Signal  # noqa: E402
+from worker_shim.worker.device import CudaExportDevice, Signal  # noqa: E402
 
 # On a GPU 1.5 GiB in flight: 29 ms of copies, so that the kernel traps among them.
 ROOM = {

@@ -15,7 +15,7 @@ import time
 import pytest
 from packer_process import wait_until
 
-from packer_service.ack_page import AckPage
+from packer_service.memory.ack_page import AckPage
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import FLOATS, Kept, WorkerSide, managed, working  # noqa: E402
-from test_export import Stalling  # noqa: E402
+from test_exporter import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
 RESTARTS = 1000  # more than these tests need: what happens beyond is a test of its own

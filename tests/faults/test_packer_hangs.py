@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packer_process import Worker, running_packer, session, transfer, wait_until
 
-from packer_service.protocol import MAX_PAYLOAD_BYTES, Export
+from packer_service.wire.protocol import MAX_PAYLOAD_BYTES, Export
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import FLOATS, Kept, managed, working  # noqa: E402
-from test_export import Stalling  # noqa: E402
+from test_exporter import Stalling  # noqa: E402
 from test_sidecar_restarts import assert_delivered, kept, send  # noqa: E402
 from test_skeleton import content  # noqa: E402
 

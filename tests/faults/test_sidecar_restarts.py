@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import Kept, WorkerSide, working  # noqa: E402
-from test_export import Stalling  # noqa: E402
+from test_exporter import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
 GIVEN = {"restart_wait_s": 60.0, "max_restarts": 1000}

@@ -11,8 +11,8 @@ import sys
 import pytest
 from packer_process import DEADLINE_S, MIB, Worker, running_packer, session, transfer, wait_until
 
-from packer_service.memory import SharedMemory
-from packer_service.protocol import MapArena, UnmapArena
+from packer_service.memory.memfd import SharedMemory
+from packer_service.wire.protocol import MapChunk, UnmapChunk
 
 EXIT_HUNG = 70
 
@@ -24,12 +24,12 @@ def send(worker: Worker, output: str) -> None:
 
 def import_another(worker: Worker) -> None:
     with contextlib.closing(SharedMemory.create("another", MIB)) as another:
-        worker.channel.send(MapArena(7, MIB), another.fd)
+        worker.channel.send(MapChunk(7, MIB), another.fd)
 
 
 def give_one_back(worker: Worker) -> None:
     import_another(worker)
-    worker.channel.send(UnmapArena(7))
+    worker.channel.send(UnmapChunk(7))
 
 
 def want_room(worker: Worker) -> None:

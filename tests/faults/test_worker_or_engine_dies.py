@@ -31,7 +31,7 @@ from engine_checks import (  # noqa: E402
 from engine_harness import engine  # noqa: E402
 from sides import FLOATS, EngineSide, Kept, WorkerSide, working  # noqa: E402
 from test_engine_faults import References, images, stopped, submit, wait_computed  # noqa: E402
-from test_export import Stalling  # noqa: E402
+from test_exporter import Stalling  # noqa: E402
 from test_skeleton import content  # noqa: E402
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_killed_workers_imports_and_regions_are_given_back_and_other_sessions_
         maps = Path(f"/proc/{packer.process.pid}/maps")
         arenas = maps.read_text().count("packer-arena")
         code = (
-            "import sys, worker_shim.demo.engine as e; e.prepare(); import test_worker_or_engine_dies as t;"
+            "import sys, worker_shim.synthetic.engine as e; e.prepare(); import test_worker_or_engine_dies as t;"
             " t.export_and_wait(sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3])"
         )
         command = [sys.executable, "-c", code, packer.socket, packer.key.hex(), engine_side.session]
@@ -175,7 +175,7 @@ def test_when_device_and_packer_are_both_gone_the_outputs_come_back_to_fail_rath
             packer.signal(signal.SIGSTOP)
             worker.send([torch.ones(10)], "output")
             device.broken = True
-            wait_until(lambda: type(worker.exporter._pending["output"].second).__name__ == "Fail", "it is failed")
+            wait_until(lambda: getattr(worker.exporter._pending["output"].second, "incomplete", False), "it is failed")
             packer.signal(signal.SIGKILL)
             assert "output" in worker.wait_handed_back(1)
             (staged, _) = worker.handed_back[0]
@@ -190,10 +190,10 @@ def test_when_device_and_packer_are_both_gone_the_outputs_come_back_to_fail_rath
 ENGINE = """
 import sys, time
 from packer_process import Engine
-from packer_service import transport
+from packer_service.wire import handshake
 class P:
     def connect(self, role, session):
-        return transport.connect(sys.argv[1], open(sys.argv[2], "rb").read(), role, session)[0]
+        return handshake.connect(sys.argv[1], open(sys.argv[2], "rb").read(), role, session)[0]
 engine = Engine(P())
 print(engine.session, flush=True)
 ready = engine.next()

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from packer_service.config import Settings
 from packer_service.errors import PackerError
-from worker_shim.demo.engine import engine, nvidia_gpus, prepare
-from worker_shim.demo.figures import percentile
+from worker_shim.synthetic.engine import engine, nvidia_gpus, prepare
+from worker_shim.synthetic.figures import percentile
 
 MIB = 1 << 20
 
@@ -69,7 +69,7 @@ class BareCopy:
     def __init__(self, case: Case, device: Any) -> None:
         import torch
 
-        from worker_shim.demo.content import content
+        from worker_shim.synthetic.content import content
 
         self.source = content(case.shape, case.dtype, 1, device)
         self.target = torch.empty(case.shape, dtype=self.source.dtype, device="cpu", pin_memory=device.type == "cuda")
@@ -90,7 +90,7 @@ def equal(output: Any, case: Case, seed: int, device: Any) -> bool:
     """Whether ``output`` is, byte for byte, what the pipeline makes of this seed."""
     import torch
 
-    from worker_shim.demo.content import content
+    from worker_shim.synthetic.content import content
 
     expected = content(case.shape, case.dtype, seed, device).cpu()
     if output.dtype != expected.dtype or output.shape != expected.shape:
@@ -102,7 +102,7 @@ class EngineSide:
     """The real vllm-omni engine with the packer behind it."""
 
     def __init__(self, running: Any, device: Any) -> None:
-        from worker_shim.demo.timing import Arrivals
+        from worker_shim.synthetic.timing import Arrivals
 
         self._running = running
         self._device = device
@@ -151,7 +151,7 @@ def open_side(device: Any) -> Iterator[Any]:
         return
     import torch
 
-    executor, pipeline = "worker_shim.PackerDiffusionExecutor", "worker_shim.demo.timing.TimedPipeline"
+    executor, pipeline = "worker_shim.PackerDiffusionExecutor", "worker_shim.synthetic.timing.TimedPipeline"
     with engine(executor, pipeline, dtype=torch.float32) as running:
         yield EngineSide(running, device)
 

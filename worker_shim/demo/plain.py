@@ -9,10 +9,10 @@ import secrets
 import time
 from typing import Any
 
-from packer_service import transport
 from packer_service.config import Settings
-from worker_shim.receiver import Delivered, Receiver
-from worker_shim.supervisor import Supervisor
+from packer_service.wire import handshake
+from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.engine.supervisor import Supervisor
 
 _TIMEOUT_S = 120.0
 _ACK_POLL_S = 0.0005
@@ -22,9 +22,9 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     """The worker process: makes the output it is asked for, exports it, says when it entered the hand-off."""
     import torch
 
-    from worker_shim.demo.content import content
-    from worker_shim.export import Exporter, Staged
-    from worker_shim.export_device import open_export_device
+    from worker_shim.synthetic.content import content
+    from worker_shim.worker.device import open_export_device
+    from worker_shim.worker.exporter import Exporter, Staged
 
     socket, key, session, mac_key = where
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -43,7 +43,7 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
         session=session,
         mac_key=mac_key,
         on_settled=settled.put,
-        on_handed_back=handed_back,
+        on_fallback=handed_back,
     )
     connection.send("ready")
     while (request := connection.recv()) is not None:
@@ -88,7 +88,7 @@ class PlainSide:
     def _connect(self) -> None:
         packer = self._supervisor.start("cuda:0" if self._on_gpu else "host")
         key, session, mac_key = self._supervisor.key, secrets.token_hex(16), secrets.token_bytes(32)
-        channel, _ = transport.connect(packer.socket, key, "engine", session)
+        channel, _ = handshake.connect(packer.socket, key, "engine", session)
         self._receiver = Receiver(channel, mac_key, Delivered())
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()

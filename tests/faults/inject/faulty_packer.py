@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from packer_service import ack_page, memory, protocol, transport
 from packer_service.devices import base, calls, cuda, host
 from packer_service.devices.cuda import call, driver
 from packer_service.errors import DeviceBusy, DeviceError
+from packer_service.memory import ack_page, memfd
+from packer_service.wire import protocol
+from packer_service.wire.channel import Channel
 
 _FAULTS = Path(os.environ["PACKER_FAULTS"])
 
@@ -41,19 +43,19 @@ def install() -> None:
     )
     host.HostStream.record = _hanging("submission", host.HostStream.record)  # type: ignore[method-assign]
     host.HostStream.wait_event = _wait_event  # type: ignore[method-assign]
-    host.HostDevice.open_arena = _hanging("import", host.HostDevice.open_arena)  # type: ignore[method-assign]
-    host.HostArena.close = _close_arena  # type: ignore[method-assign]
+    host.HostDevice.open_chunk = _hanging("import", host.HostDevice.open_chunk)  # type: ignore[method-assign]
+    host.HostChunk.close = _close_arena  # type: ignore[method-assign]
     calls.Watch.stuck = _failing("look", RuntimeError("injected"), calls.Watch.stuck)  # type: ignore[method-assign]
     host.HostDevice.failure = lambda self: _failure()  # type: ignore[method-assign]
     host.HostTimeline.wait = _wait_timeline  # type: ignore[method-assign]
     host.HostDevice.open_timeline = _open_timeline  # type: ignore[method-assign]
     cuda.CudaDevice.__init__ = _open_cuda_device  # type: ignore[method-assign]
-    memory.create_memfd = _failing("memfd", OSError(errno.EMFILE, "injected"), memory.create_memfd)
-    memory.mmap.mmap = _failing("mmap", OSError(errno.ENOMEM, "injected"), memory.mmap.mmap)  # type: ignore[misc]
-    memory.ThreadPoolExecutor.submit = _failing(  # type: ignore[method-assign]
-        "threads", RuntimeError("can't start new thread"), memory.ThreadPoolExecutor.submit
+    memfd.create_memfd = _failing("memfd", OSError(errno.EMFILE, "injected"), memfd.create_memfd)
+    memfd.mmap.mmap = _failing("mmap", OSError(errno.ENOMEM, "injected"), memfd.mmap.mmap)  # type: ignore[misc]
+    memfd.ThreadPoolExecutor.submit = _failing(  # type: ignore[method-assign]
+        "threads", RuntimeError("can't start new thread"), memfd.ThreadPoolExecutor.submit
     )
-    send, put = transport.Channel.send, ack_page.AckPage.put
+    send, put = Channel.send, ack_page.AckPage.put
 
     def put_after_gate(self: Any, ready: int) -> bool:
         _wait_while_set("ack")
@@ -64,7 +66,7 @@ def install() -> None:
             _wait_while_set("ack")
         send(self, message, fd)
 
-    transport.Channel.send = send_after_gate  # type: ignore[method-assign]
+    Channel.send = send_after_gate  # type: ignore[method-assign]
     ack_page.AckPage.put = put_after_gate  # type: ignore[method-assign]
 
 
@@ -113,12 +115,12 @@ def _open_device(self: Any) -> None:
     _break_when_told(_trapped.set)
 
 
-def _copy_to_host(self: Any, address: int, arena: Any, offset: int, nbytes: int) -> None:
+def _copy_to_host(self: Any, address: int, chunk: Any, offset: int, nbytes: int) -> None:
     """The copy in two halves, with the point "copy" between them."""
 
     def copy() -> None:
         _raise_failure()
-        half, source = nbytes // 2, arena.address + offset
+        half, source = nbytes // 2, chunk.address + offset
         ctypes.memmove(address, source, half)
         _wait_while_set("copy")
         _raise_failure()

@@ -1,0 +1,1 @@
+"""The pinned host memory of one engine session."""

@@ -1,0 +1,1 @@
+"""What a packer does for one engine, and for one worker."""

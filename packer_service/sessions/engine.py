@@ -1,0 +1,138 @@
+"""What a packer does for one engine: its pool, the segments it was told of, the outputs it is sent, the leases it returns."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+
+from packer_service.errors import DescriptorLost, PackerError, PeerClosed, ProtocolError
+from packer_service.pool.pool import Pool
+from packer_service.wire import protocol
+from packer_service.wire.channel import Channel, close_fds
+from packer_service.wire.outbox import Done, Outbox, ignore
+from packer_service.wire.protocol import (
+    Describe,
+    Described,
+    MapSegment,
+    OutputComing,
+    OutputReady,
+    Ping,
+    Pong,
+    UnmapSegment,
+    WorkerGone,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSession:
+    """One engine: its pool, the segments it was told of, the outputs it is sent.
+
+    The reader (the thread in ``serve``) takes leases back; any thread sends, and none ever waits for the engine.
+    """
+
+    def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
+        self.name = name
+        self.pool = pool
+        self._describe = describe  # how far an output of any of its workers is
+        self.bad_releases = 0  # written by the reader only
+        self._channel = channel
+        self._outbox = Outbox(name, channel)
+        self._lock = threading.Lock()  # guards _announced, and has a segment go before what lies in it
+        self._announced: set[int] = set()
+        pool.on_trim = self._forget_segment
+        pool.owner = name
+
+    def serve(self) -> None:
+        """Take leases back until the engine is gone."""
+        try:
+            self.announce_segments()
+            while True:
+                try:
+                    received = self._channel.receive()
+                except DescriptorLost as error:  # no message of an engine needs one
+                    self._channel.skip()
+                    received = error.message, []
+                assert received is not None
+                message, fds = received
+                close_fds(fds)
+                if isinstance(message, Ping):
+                    self._outbox.send(Pong())
+                    continue
+                if isinstance(message, Describe):
+                    self._outbox.send(Described(message.output, self._describe(message.output)))
+                    continue
+                if isinstance(message, protocol.SegmentLost):
+                    with self._lock:
+                        self._announced.discard(message.segment)
+                    self.announce_segments()
+                    continue
+                assert isinstance(message, protocol.Release)
+                for lease in message.leases:
+                    try:
+                        self.pool.end_lease(lease)
+                    except ProtocolError as error:
+                        self.bad_releases += 1
+                        logger.warning("engine %s: %s", self.name, error)
+        except PeerClosed:
+            logger.info("engine %s is gone", self.name)
+        except ProtocolError as error:
+            logger.error("engine %s broke the protocol and is disconnected: %s", self.name, error)
+            refuse(self._channel, str(error))
+        except OSError as error:
+            logger.error("engine %s cannot be served and is disconnected: %s", self.name, error)
+            refuse(self._channel, f"the packer cannot serve you: {error}")
+
+    def announce_segments(self) -> None:
+        """Tell the engine of every segment it does not know yet, so that it maps them before an output needs them."""
+        with self._lock:
+            for segment in self.pool.segments:
+                if segment.number not in self._announced:
+                    message = MapSegment(segment.number, segment.memory.nbytes)
+                    self._outbox.offer(message, segment.memory.fd, ignore)
+                    self._announced.add(segment.number)
+
+    def _forget_segment(self, number: int) -> None:
+        with self._lock:
+            if number in self._announced:
+                self._announced.discard(number)
+                self._outbox.send(UnmapSegment(number), done=functools.partial(self._segment_gone_sent, number))
+
+    def _segment_gone_sent(self, number: int, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, PeerClosed):  # who is gone unmaps everything
+            logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
+
+    def publish(self, message: OutputComing | OutputReady, fd: int | None = None, done: Done = ignore) -> None:
+        """``tell``, once the engine was told of the segments that the output lies in."""
+        try:
+            if any(lease.segment not in self._announced for lease in message.leases):
+                self.announce_segments()
+        except (PackerError, OSError) as error:
+            done(error)
+        else:
+            self.tell(message, fd, done)
+
+    def tell(self, message: protocol.Message, fd: int | None = None, done: Done = ignore) -> None:
+        """Send a message, as soon as the engine reads. ``done`` is called once, now or later."""
+        self._outbox.send(message, fd, done)
+
+    def tell_worker_gone(self) -> None:
+        """See ``WorkerGone``."""
+        self.tell(WorkerGone())
+
+    def disconnect(self) -> None:
+        """Have ``serve`` end, from another thread."""
+        self._channel.shutdown()
+
+    def close(self) -> None:
+        self._outbox.close()
+        self.pool.close()
+
+
+def refuse(channel: Channel, reason: str) -> None:
+    try:
+        channel.try_send(protocol.Refused(reason[:4000]))
+    except (PeerClosed, OSError):  # it hears of its end all the same
+        pass

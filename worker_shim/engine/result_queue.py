@@ -1,0 +1,176 @@
+"""The packer's result_mq as vllm-omni's result pump reads it.
+
+The pump asks one thing of a queue: ``dequeue(timeout)``, a message or TimeoutError. It runs on a thread of its own, which is
+thereby the reader of the engine's connection: one wake-up from the packer's send to the request's future.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
+from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
+
+from packer_service.wire.channel import Channel
+from worker_shim.engine.leases import LeaseBook
+from worker_shim.engine.receiver import Delivered, Received, Receiver
+
+_QUIET_S = 0.05
+
+
+class PackerResultQueue:
+    """One packer's queue, across its restarts. Only the pump thread may call ``dequeue``; ``attach`` and ``watch`` are the
+    keeper's.
+
+    ``_changed`` guards the receiver of the present connection, None while there is none.
+    """
+
+    def __init__(
+        self, channel: Channel, mac_key: bytes, delivered: Delivered, hang_s: float, on_lost: Callable[[str], None]
+    ) -> None:
+        self.worker_gone = threading.Event()  # the packer is done with a worker that died
+        self.outputs = 0  # that came, errors included; written by the pump thread
+        self._mac_key = mac_key
+        self._delivered = delivered
+        self._hang_s = hang_s
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._receiver: Receiver | None = None
+        self._closed = False
+        self._pumped = False  # the pump reads; it says so before it asks for ``_watching``
+        self._watching = threading.Lock()  # held by the keeper while it reads
+        self._early: collections.deque[Received] = collections.deque()  # what came then
+        self._quiet = True
+        self._patient = False
+        self.attach(channel)
+
+    def attach(self, channel: Channel) -> None:
+        """Read from ``channel`` from now on. Takes it over."""
+        receiver = Receiver(
+            channel, self._mac_key, self._delivered, hang_s=self._hang_s, on_worker_gone=self.worker_gone.set
+        )
+        with self._changed:
+            if not self._closed:
+                self.worker_gone.clear()  # a worker that lives has connected anew
+                self._receiver = receiver
+                self._changed.notify_all()
+                return
+        receiver.close()
+
+    @property
+    def packer_pid(self) -> int | None:
+        """The process that serves now; None while none does."""
+        receiver = self._receiver
+        return receiver.packer_pid if receiver is not None else None
+
+    @property
+    def leases(self) -> LeaseBook | None:
+        """What the present connection has leased; None while there is none."""
+        receiver = self._receiver
+        return receiver.leases if receiver is not None else None
+
+    def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
+        """The next OUTPUT_READY. TimeoutError where none came in ``timeout`` seconds.
+
+        After ~50 ms of quiet it returns one empty message: the pump's locals would otherwise hold the last output, and its
+        lease, until the next one comes.
+        """
+        timeout = 3600.0 if timeout is None else timeout
+        if not self._pumped:
+            self._pumped = True
+            with self._watching:  # its last look ends
+                pass
+        received = self._early.popleft() if self._early else None
+        if received is None:
+            received = self._receive(timeout if self._quiet else min(_QUIET_S, timeout))
+        if received is not None:
+            self._quiet = False
+            self.outputs += 1
+            return AsyncDiffusionOutput(
+                kind=AsyncOutputKind.OUTPUT_READY,
+                async_output_id=received.output_id,
+                output=received.output,
+                error=received.error or None,
+            )
+        if not self._quiet or self._patient:
+            self._quiet = True
+            return AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY)
+        raise TimeoutError
+
+    def watch(self, timeout_s: float) -> bool:
+        """Read in the pump's stead, for up to ``timeout_s``; False once there is a pump. The keeper's.
+
+        Workers load their weights for minutes before vllm-omni starts pumps: a packer may come and go meanwhile.
+        """
+        with self._watching:
+            if self._pumped or self._closed:
+                return False
+            received = self._receive(timeout_s)
+            if received is not None:
+                self._early.append(received)
+        return True
+
+    def _receive(self, timeout_s: float) -> Received | None:
+        with self._changed:
+            if self._receiver is None:
+                self._changed.wait(timeout_s)
+            receiver = self._receiver
+        if receiver is None:
+            return None
+        received = receiver.receive(timeout_s)
+        if receiver.broken:
+            with self._changed:
+                self._receiver = None
+            receiver.close()
+            self._on_lost(receiver.broken)
+        return received
+
+    def ask(self, output_id: str) -> Callable[[float], str]:
+        """Ask how far the packer is with an output; see ``Receiver.ask``."""
+        receiver = self._receiver
+        return (
+            receiver.ask(output_id) if receiver is not None else lambda deadline: "waiting for the packer to come back"
+        )
+
+    def await_last_outputs(self, timeout_s: float) -> None:
+        """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""
+        self._patient = True  # the pump of a failed executor ends at the first TimeoutError
+        try:
+            if self._receiver is not None:
+                self.worker_gone.wait(timeout_s)
+        finally:
+            self._patient = False
+
+    def close(self) -> None:
+        """End the session; nothing more comes. Tensors that are out stay valid."""
+        with self._changed:
+            self._closed = True
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+class OnceQueue:
+    """A worker's own result queue, less the outputs that the packer delivered first."""
+
+    def __init__(self, result_mq: Any, delivered: Delivered) -> None:
+        self._result_mq = result_mq
+        self._delivered = delivered
+
+    def dequeue(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            message = self._result_mq.dequeue(*args, **kwargs)
+            if (
+                not isinstance(message, AsyncDiffusionOutput)
+                or message.kind is not AsyncOutputKind.OUTPUT_READY
+                or message.async_output_id is None
+                or self._delivered.first(message.async_output_id)
+            ):
+                return message
+            unpack_diffusion_output_shm(message.output)  # for nothing: that is what removes its named SHM segments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._result_mq, name)

@@ -1,0 +1,1 @@
+"""An output of vllm-omni, and what of it travels."""
