@@ -1,6 +1,6 @@
-"""The README's ways to switch the packer on, each through `vllm serve --omni`: the real server, asked over HTTP.
+"""The ways to select the packer that docs/running.md names, each through `vllm serve --omni`: the real server, over HTTP.
 
-The commands are taken from the README, with a folder for MODEL and sizes that fit a small machine.
+The commands are taken from that page, with a folder for MODEL and sizes that fit a small machine.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ START_S = 300.0  # 15 s on an idle machine, 150 s on two cores that ten processe
 SIZE = (96, 64)
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text().partition("## Use it")[2].partition("\n## ")[0]
+def ways() -> str:
+    return (ROOT / "docs/running.md").read_text().partition("## Ways to select it")[2].partition("\n## ")[0]
 
 
 def command(option: str) -> list[str]:
-    """The options of the README's `vllm serve MODEL --omni ...` that has ``option``."""
-    blocks = re.findall(r"^    vllm serve MODEL --omni ((?:.+\n)+)", readme(), re.MULTILINE)
+    """The options of the page's `vllm serve MODEL --omni ...` that has ``option``."""
+    blocks = re.findall(r"^    vllm serve MODEL --omni ((?:.+\n)+)", ways(), re.MULTILINE)
     (block,) = [block for block in blocks if option in block]
     return shlex.split(block.replace("\\\n", ""))
 
 
 def deploy_yaml() -> str:
-    """The README's, with the path where vllm-omni's own is."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", readme(), re.DOTALL)
+    """The page's, with the path where vllm-omni's own is."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", ways(), re.DOTALL)
     spec = importlib.util.find_spec("vllm_omni")
     assert spec is not None
     assert spec.origin is not None
@@ -250,6 +250,11 @@ def test_a_key_at_the_top_of_a_deploy_yaml_reaches_every_stage(tmp_path):
     deploy = tmp_path / "deploy.yaml"
     deploy.write_text(f"{deploy_yaml().partition('stages:')[0]}distributed_executor_backend: {BACKEND}\n")
     assert switched_on(stages(of_pipeline(tmp_path, "GlmImagePipeline"), deploy)) == {0, 1}
+
+
+def test_the_readme_names_the_first_of_these_ways():
+    readme = re.findall(r"^    (vllm serve .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert readme == [re.findall(r"^    (vllm serve .*?) \\$", ways(), re.MULTILINE)[0]]
 
 
 def test_with_no_backend_named_one_gpu_means_uni():
