@@ -39,6 +39,6 @@ def test_in_a_small_or_full_dev_shm_an_own_path_output_travels_in_the_message_or
 
 @pytest.mark.skipif(not may_mount(), reason="needs to mount a /dev/shm of its own")
 def test_a_dev_shm_without_a_limit_has_room():
-    code = "from worker_shim import shm_room; print(shm_room.free_bytes() > 1 << 30)"
+    code = "from worker_shim.worker import shm_room; print(shm_room.free_bytes() > 1 << 30)"
     ran = subprocess.run([*mounted("0"), sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert ran.stdout.splitlines()[-1:] == ["True"], ran.stdout + ran.stderr
