@@ -229,13 +229,14 @@ def _cycles_per_second() -> float:
 @contextlib.contextmanager
 def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
     from packer_service.wire import handshake
+    from worker_shim.connection import Connection
     from worker_shim.engine.receiver import Delivered, Receiver
     from worker_shim.worker.device import open_export_device
     from worker_shim.worker.exporter import Exporter
 
     session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
     channel, _ = handshake.connect(socket, key, "engine", session)
-    receiver = Receiver(channel, mac_key, Delivered())
+    receiver = Receiver(Connection(channel, settings.hang_s), mac_key, Delivered())
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
         exporter = Exporter(

@@ -8,8 +8,8 @@ from vllm_omni.diffusion.worker import diffusion_worker
 
 from benchmarks.pipelines import BenchmarkPipeline
 from benchmarks.stopwatch import ENTERED, Stopwatch
+from worker_shim import link
 from worker_shim.outputs import skeleton
-from worker_shim.worker import uplink
 from worker_shim.worker.arena import Arena
 from worker_shim.worker.exporter import Exporter
 
@@ -22,7 +22,7 @@ class SteppedPipeline(BenchmarkPipeline):
         stopwatch, proc = Stopwatch("worker"), diffusion_worker.WorkerProc
         stopwatch.time(skeleton, "survey", "find the tensors")
         stopwatch.time(Arena, "allocate", "allocate slots")
-        stopwatch.time(uplink.Uplink, "post", "send a message to the packer")
+        stopwatch.time(link.Link, "post", "send a message to the packer")
         stopwatch.time(Exporter, "stage", "stage: tell the packer, copy, signal")
         stopwatch.time(proc, "_enqueue_result", "send COMPUTE_DONE (vLLM's queue)")
         stopwatch.time(Exporter, "submit_now", "pickle the skeleton, send it")

@@ -167,7 +167,7 @@ def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
         wait_until(lambda: page._ring[len(acknowledged) - 1], "the acks are on the page")
         old = kept.packer_pid
         wait_restarted(kept, old, kill(kept, signal.SIGKILL))
-        wait_until(lambda: worker.exporter._uplink.connections == 2, "the worker is connected again")
+        wait_until(lambda: worker.exporter._link.connections == 2, "the worker is connected again")
         assert worker.exporter._pending.keys().isdisjoint(acknowledged)
         assert worker.exporter._ack_page is not page
         worker.wait_settled(*acknowledged)
@@ -191,7 +191,7 @@ def test_a_worker_without_memory_for_an_ack_page_connects_as_soon_as_there_is_so
             worker.send(output, output_id)
         assert_delivered(kept, worker, expected)
         assert not missing
-        assert worker.exporter._uplink.connections == 2, "a connection that was not used counts as one"
+        assert worker.exporter._link.connections == 2, "a connection that was not used counts as one"
 
 
 @SIGNALS
@@ -231,7 +231,7 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
     with warnings_logged() as log, managed(**given) as kept, working(kept, **given) as worker:
         first = kept.packer_pid
         wait_restarted(kept, first, kill(kept, signal.SIGKILL))
-        wait_until(lambda: worker.exporter._uplink.connections == 2, "the worker is connected again")
+        wait_until(lambda: worker.exporter._link.connections == 2, "the worker is connected again")
         with faults.active("copy"):
             pending = some_outputs(1)
             for output_id, output in pending.items():

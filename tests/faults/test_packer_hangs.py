@@ -168,8 +168,8 @@ def test_a_worker_back_at_the_same_packer_gets_its_unfinished_output_right_altho
             with faults.active("copy"):
                 expected = send(worker, "one", "two")
                 faults.wait_reached("copy")
-                worker.exporter._uplink._channel.shutdown()
-                wait_until(lambda: worker.exporter._uplink.connections == 2, "the worker is back")
+                worker.exporter._link._connection.shutdown()
+                wait_until(lambda: worker.exporter._link.connections == 2, "the worker is back")
             assert_delivered(engine, worker, expected)
             assert_delivered(engine, worker, send(worker, "after"))
 

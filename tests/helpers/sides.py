@@ -13,6 +13,7 @@ from typing import Any
 from packer_process import DEADLINE_S, MIB, Packer, wait_until
 
 from packer_service.config import Settings
+from worker_shim.connection import Connection
 from worker_shim.engine.receiver import Delivered, Received, Receiver
 from worker_shim.worker.device import HostExportDevice
 from worker_shim.worker.exporter import Exporter, Staged
@@ -77,7 +78,7 @@ class EngineSide(Receiver):
 
     def __init__(self, packer: Packer, mac_key: bytes = MAC_KEY) -> None:
         self.session = secrets.token_hex(8)
-        super().__init__(packer.connect("engine", self.session), mac_key, Delivered())
+        super().__init__(Connection(packer.connect("engine", self.session), DEADLINE_S), mac_key, Delivered())
 
     def next(self) -> Received:
         received = self.receive(DEADLINE_S)

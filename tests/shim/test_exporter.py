@@ -49,6 +49,7 @@ from test_skeleton import (  # noqa: E402
     tensors,
 )
 
+from worker_shim.connection import Connection  # noqa: E402
 from worker_shim.engine import receiver  # noqa: E402
 from worker_shim.engine.receiver import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
@@ -1275,7 +1276,7 @@ def test_leases_that_cannot_be_returned_end_the_connection_and_go_back_with_it(w
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOBUFS, "No buffer space available")
 
-    monkeypatch.setattr(engine._channel, "send", refuse)
+    monkeypatch.setattr(engine._connection._channel, "try_send", refuse)
     del output
     gc.collect()
     wait_until(lambda: engine.receive(0.01) is None and engine.broken, "the connection is given up")
@@ -1421,7 +1422,7 @@ def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
     side = WorkerSide(packer, engine.session, max_restarts=0)
     with contextlib.closing(side.exporter):
         staged = side.exporter.stage([torch.ones(FLOATS)], "pending")
-        side.exporter._uplink.post(Release((1,)))  # not a worker's to send
+        side.exporter._link.post(Release((1,)))  # not a worker's to send
         wait_until(lambda: side.exporter.broken, "the exporter hears of it")
         assert "no message allowed here" in side.exporter.broken
         side.exporter.submit(staged)
@@ -1517,10 +1518,13 @@ def result_queue(packer):
     from worker_shim.engine.result_queue import PackerResultQueue
 
     session = secrets.token_hex(8)
-    queue = PackerResultQueue(packer.connect("engine", session), MAC_KEY, Delivered(), DEADLINE_S, lambda reason: None)
-    side = WorkerSide(packer, session)
-    with contextlib.closing(queue), contextlib.closing(side.exporter):
-        yield queue, side
+    queue = PackerResultQueue(MAC_KEY, Delivered())
+    connection = Connection(packer.connect("engine", session), DEADLINE_S)
+    queue.resume(connection)
+    with contextlib.closing(connection):
+        side = WorkerSide(packer, session)
+        with contextlib.closing(side.exporter):
+            yield queue, side
 
 
 def test_the_result_queue_gives_output_ready_messages_then_one_empty_one_then_timeouts(result_queue):
@@ -1579,9 +1583,8 @@ def test_the_result_queue_of_a_dead_packer_times_out_and_does_not_spin(tmp_path)
     from worker_shim.engine.result_queue import PackerResultQueue
 
     with running_packer(tmp_path / "run") as packer:
-        queue = PackerResultQueue(
-            packer.connect("engine", "session-1"), MAC_KEY, Delivered(), DEADLINE_S, lambda reason: None
-        )
+        queue = PackerResultQueue(MAC_KEY, Delivered())
+        queue.resume(Connection(packer.connect("engine", "session-1"), DEADLINE_S))
         packer.process.kill()
         packer.wait()
         before = time.process_time()

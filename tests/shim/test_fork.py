@@ -254,8 +254,8 @@ def ours(target: str) -> bool:
     return target.startswith("socket:") or "packer-segment" in target
 
 
-def uplink(worker: WorkerSide) -> Any:
-    return worker.exporter._uplink._channel._socket
+def connected_socket(worker: WorkerSide) -> Any:
+    return worker.exporter._link._connection._channel._socket
 
 
 def link(fd: str) -> str:
@@ -276,7 +276,10 @@ def test_a_child_inherits_no_memory_of_the_pool_beyond_its_outputs_and_no_connec
 
     output = delivered(engine, worker, "one", 1.0)
     here = seen()[0]
-    connections = {f"socket:[{os.fstat(s.fileno()).st_ino}]" for s in (engine._channel._socket, uplink(worker))}
+    connections = {
+        f"socket:[{os.fstat(s.fileno()).st_ino}]"
+        for s in (engine._connection._channel._socket, connected_socket(worker))
+    }
     with forked(seen) as child:
         mapped, descriptors = child.ask()
     assert mapped == OUTPUT_MIB * MIB
@@ -385,11 +388,13 @@ ENGINE = """
 import os, sys, time
 from packer_service.wire import handshake
 from packer_service.config import Settings
+from worker_shim.connection import Connection
 from worker_shim.engine.receiver import Delivered, Receiver
 from worker_shim.engine.supervisor import Supervisor
 supervisor = Supervisor(Settings(pool_bytes=2 << 20, pool_max_bytes=2 << 20))
 packer = supervisor.start("host")
-receiver = Receiver(handshake.connect(packer.socket, supervisor.key, "engine", "0123456789abcdef")[0], bytes(32), Delivered())
+channel, _ = handshake.connect(packer.socket, supervisor.key, "engine", "0123456789abcdef")
+receiver = Receiver(Connection(channel, 10.0), bytes(32), Delivered())
 child = os.fork()
 if child:
     print(child, packer.process.pid, file=sys.stderr, flush=True)

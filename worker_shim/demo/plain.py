@@ -11,6 +11,7 @@ from typing import Any
 
 from packer_service.config import Settings
 from packer_service.wire import handshake
+from worker_shim.connection import Connection
 from worker_shim.engine.receiver import Delivered, Receiver
 from worker_shim.engine.supervisor import Supervisor
 
@@ -89,7 +90,7 @@ class PlainSide:
         packer = self._supervisor.start("cuda:0" if self._on_gpu else "host")
         key, session, mac_key = self._supervisor.key, secrets.token_hex(16), secrets.token_bytes(32)
         channel, _ = handshake.connect(packer.socket, key, "engine", session)
-        self._receiver = Receiver(channel, mac_key, Delivered())
+        self._receiver = Receiver(Connection(channel, self._settings.hang_s), mac_key, Delivered())
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         where = (packer.socket, key, session, mac_key)

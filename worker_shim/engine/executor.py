@@ -39,7 +39,7 @@ from worker_shim.engine.receiver import Delivered
 from worker_shim.engine.result_queue import OnceQueue
 from worker_shim.engine.supervisor import Supervisor
 from worker_shim.log import get_logger
-from worker_shim.restarts import Arrival
+from worker_shim.retries import Arrival
 from worker_shim.settings import engine_settings
 from worker_shim.worker.proc import worker_main
 from worker_shim.worker_config import Exports, Refuses, WorkerConfig

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from packer_service.errors import PeerClosed, ProtocolError
+from packer_service.errors import ProtocolError
 from packer_service.memory.extents import align
 from packer_service.memory.memfd import SharedMemory, address_of, check_memfd, map_memfd
-from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import MAX_PIECES, Lease, MapSegment, Release
 from worker_shim.engine import fork
 from worker_shim.engine.fork import Child
+from worker_shim.connection import Connection
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
@@ -86,8 +86,8 @@ class LeaseBook:
     ``fork.lock`` guards ``_out``.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._segments: dict[int, SharedMemory] = {}  # pump thread only
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._end_use: Callable[[int], None] = self._deaths.put
@@ -165,26 +165,19 @@ class LeaseBook:
             deaths = self._next_deaths(pause_s if unused else None)
             pause_s = _CHILDREN_POLL_S[0] if deaths else min(2 * pause_s, longest_s)
             closing = None in deaths
-            try:
-                with fork.lock:
-                    for lease in deaths:
-                        if lease is None or (out := self._out.get(lease)) is None:
-                            continue  # forgotten
-                        out.uses -= 1
-                        if not out.uses:
-                            unused[lease] = out
-                    finished = [lease for lease, out in unused.items() if not out.inherited]
-                    for lease in finished:
-                        unused.pop(lease).share_again()
-                        del self._out[lease]
-                for first in range(0, len(finished), MAX_PIECES):
-                    self._channel.send(Release(tuple(finished[first : first + MAX_PIECES])))
-            except PeerClosed:
-                return  # the packer is gone, and its leases with it
-            except OSError as error:
-                logger.error("leases cannot be returned, so their connection is given up: %s", error)
-                self._channel.shutdown()  # they go back with it
-                return
+            with fork.lock:
+                for lease in deaths:
+                    if lease is None or (out := self._out.get(lease)) is None:
+                        continue  # forgotten
+                    out.uses -= 1
+                    if not out.uses:
+                        unused[lease] = out
+                finished = [lease for lease, out in unused.items() if not out.inherited]
+                for lease in finished:
+                    unused.pop(lease).share_again()
+                    del self._out[lease]
+            for first in range(0, len(finished), MAX_PIECES):
+                self._connection.post(Release(tuple(finished[first : first + MAX_PIECES])))
 
     def _next_deaths(self, timeout_s: float | None) -> list[int | None]:
         """At least one, unless none comes in time."""

@@ -24,10 +24,10 @@ import torch
 
 from packer_service.errors import DescriptorLost, PackerError, PeerClosed
 from packer_service.wire import protocol
-from packer_service.wire.channel import Channel, close_fds
+from packer_service.wire.channel import close_fds
 from packer_service.wire.protocol import Body, Lease, OutputComing, OutputGone, OutputReady
 from worker_shim.engine.leases import LeaseBook, map_host_arrays
-from worker_shim.heartbeat import Heartbeat
+from worker_shim.connection import Connection
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
 from worker_shim.outputs.skeleton import ArraySpec
@@ -112,18 +112,16 @@ class Receiver:
 
     def __init__(
         self,
-        channel: Channel,
+        connection: Connection,
         mac_key: bytes,
         delivered: Delivered,
         *,
-        hang_s: float = 10.0,
         on_worker_gone: Callable[[], None] = lambda: None,
     ) -> None:
-        self.leases = LeaseBook(channel)
+        self.leases = LeaseBook(connection)
         self.broken = ""  # why nothing more will come
-        self.packer_pid = channel.peer_pid
-        self._channel = channel
-        self._heartbeat = Heartbeat(channel, hang_s)
+        self.packer_pid = connection.packer_pid
+        self._connection = connection
         self._on_worker_gone = on_worker_gone
         self._answered = threading.Condition()
         self._states: dict[str, str] = {}  # of outputs that were asked about; empty: no answer yet
@@ -166,7 +164,7 @@ class Receiver:
             self._no_room_until = 0.0
         while True:
             try:
-                received = self._heartbeat.receive(max(deadline - time.monotonic(), 0.0))
+                received = self._connection.receive(max(deadline - time.monotonic(), 0.0))
                 return None if received is None else (*received, None)
             except DescriptorLost as error:
                 if self._spare.give():
@@ -176,7 +174,7 @@ class Receiver:
                     self._no_room_until = now + _ROOM_S
                     logger.error("what the packer sends waits for up to %g s: %s", _ROOM_S, error)
                 if now >= self._no_room_until:
-                    self._channel.skip()
+                    self._connection.skip()
                     return error.message, [], error
                 if now >= deadline:
                     return None
@@ -185,7 +183,7 @@ class Receiver:
     def _break(self, error: Exception) -> None:
         if not isinstance(error, PeerClosed):
             logger.error("the packer is disconnected: %s", error)
-        self._channel.shutdown()
+        self._connection.shutdown()
         self.broken = str(error)
 
     def _take(self, message: protocol.Message, fds: list[int], lost: DescriptorLost | None) -> Received | None:
@@ -242,8 +240,9 @@ class Receiver:
     def _check_segments(self, leases: tuple[Lease, ...]) -> None:
         """Raise what kept a segment of these from being mapped, once it was asked for again."""
         for lost in self._lost_segments.keys() & {lease.segment for lease in leases}:
-            if lost not in self._asked and self._channel.try_send(protocol.SegmentLost(lost)):
+            if lost not in self._asked:
                 self._asked.add(lost)
+                self._connection.post(protocol.SegmentLost(lost))
             raise self._lost_segments[lost]
 
     def _is_first(self, output_id: str) -> bool:
@@ -305,12 +304,8 @@ class Receiver:
             if self._overdue:
                 return lambda deadline: _NO_ANSWER
             self._states[output_id] = ""
-        try:
-            if self._channel.try_send(protocol.Describe(output_id)):
-                return functools.partial(self._answer, output_id)
-        except (PeerClosed, OSError):
-            return lambda deadline: "unknown: the packer is gone"
-        return lambda deadline: "unknown: the packer takes no question now"
+        self._connection.post(protocol.Describe(output_id))
+        return functools.partial(self._answer, output_id)
 
     def _answer(self, output_id: str, deadline: float) -> str:
         with self._answered:
@@ -327,8 +322,8 @@ class Receiver:
 
     def close(self) -> None:
         """End the session: the packer frees what no tensor here still looks at. Tensors that are out stay valid."""
-        self._channel.shutdown()
+        self._connection.shutdown()
         self._coming.clear()
         self.leases.close()
-        self._channel.close()
+        self._connection.close()
         self._spare.give()

@@ -7,58 +7,86 @@ thereby the reader of the engine's connection: one wake-up from the packer's sen
 from __future__ import annotations
 
 import collections
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
-from packer_service.wire.channel import Channel
 from worker_shim.engine.leases import LeaseBook
 from worker_shim.engine.receiver import Delivered, Received, Receiver
+from worker_shim.connection import Connection
+from worker_shim.link import Packet
 
 _QUIET_S = 0.05
+_WATCH_S = 0.2
 
 
 class PackerResultQueue:
-    """One packer's queue, across its restarts. Only the pump thread may call ``dequeue``; ``attach`` and ``watch`` are the
-    keeper's.
+    """One packer's queue, across its restarts: the client of its link.
+
+    Only the pump thread may call ``dequeue``. Until its first call the link's thread reads: workers load their weights for
+    minutes before vllm-omni starts pumps, and a packer may come and go meanwhile.
 
     ``_changed`` guards the receiver of the present connection, None while there is none.
     """
 
-    def __init__(
-        self, channel: Channel, mac_key: bytes, delivered: Delivered, hang_s: float, on_lost: Callable[[str], None]
-    ) -> None:
+    def __init__(self, mac_key: bytes, delivered: Delivered) -> None:
         self.worker_gone = threading.Event()  # the packer is done with a worker that died
         self.outputs = 0  # that came, errors included; written by the pump thread
         self._mac_key = mac_key
         self._delivered = delivered
-        self._hang_s = hang_s
-        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._receiver: Receiver | None = None
-        self._closed = False
+        self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # why each connection ended
         self._pumped = False  # the pump reads; it says so before it asks for ``_watching``
-        self._watching = threading.Lock()  # held by the keeper while it reads
+        self._watching = threading.Lock()  # held by the link's thread while it reads
         self._early: collections.deque[Received] = collections.deque()  # what came then
         self._quiet = True
-        self._patient = False
-        self.attach(channel)
+        self._awaits_last = False  # an empty queue does not end the pump now
 
-    def attach(self, channel: Channel) -> None:
-        """Read from ``channel`` from now on. Takes it over."""
-        receiver = Receiver(
-            channel, self._mac_key, self._delivered, hang_s=self._hang_s, on_worker_gone=self.worker_gone.set
-        )
+    # -- the link's client ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        pass
+
+    def resume(self, connection: Connection) -> Iterable[Packet]:
+        receiver = Receiver(connection, self._mac_key, self._delivered, on_worker_gone=self.worker_gone.set)
         with self._changed:
-            if not self._closed:
-                self.worker_gone.clear()  # a worker that lives has connected anew
-                self._receiver = receiver
-                self._changed.notify_all()
-                return
-        receiver.close()
+            self.worker_gone.clear()  # a worker that lives has connected anew
+            self._receiver = receiver
+            self._changed.notify_all()
+        return ()
+
+    def read(self, connection: Connection) -> str:
+        receiver = self._receiver
+        while self._ends.empty() and self._watch():
+            pass
+        reason = self._ends.get()
+        if receiver is not None:
+            receiver.close()
+        return reason
+
+    def suspend(self) -> None:
+        with self._changed:
+            self._receiver = None
+
+    def give_up(self, reason: str) -> None:
+        pass  # the worker sends what waits another way
+
+    def _watch(self) -> bool:
+        """Read in the pump's stead for a moment; False once there is a pump."""
+        with self._watching:
+            if self._pumped:
+                return False
+            received = self._receive(_WATCH_S)
+            if received is not None:
+                self._early.append(received)
+            return True
+
+    # -- the pump ------------------------------------------------------------------------------------------------------
 
     @property
     def packer_pid(self) -> int | None:
@@ -95,23 +123,10 @@ class PackerResultQueue:
                 output=received.output,
                 error=received.error or None,
             )
-        if not self._quiet or self._patient:
+        if not self._quiet or self._awaits_last:
             self._quiet = True
             return AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY)
         raise TimeoutError
-
-    def watch(self, timeout_s: float) -> bool:
-        """Read in the pump's stead, for up to ``timeout_s``; False once there is a pump. The keeper's.
-
-        Workers load their weights for minutes before vllm-omni starts pumps: a packer may come and go meanwhile.
-        """
-        with self._watching:
-            if self._pumped or self._closed:
-                return False
-            received = self._receive(timeout_s)
-            if received is not None:
-                self._early.append(received)
-        return True
 
     def _receive(self, timeout_s: float) -> Received | None:
         with self._changed:
@@ -124,8 +139,7 @@ class PackerResultQueue:
         if receiver.broken:
             with self._changed:
                 self._receiver = None
-            receiver.close()
-            self._on_lost(receiver.broken)
+            self._ends.put(receiver.broken)
         return received
 
     def ask(self, output_id: str) -> Callable[[float], str]:
@@ -137,20 +151,16 @@ class PackerResultQueue:
 
     def await_last_outputs(self, timeout_s: float) -> None:
         """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""
-        self._patient = True  # the pump of a failed executor ends at the first TimeoutError
+        self._awaits_last = True  # the pump of a failed executor ends at the first TimeoutError
         try:
             if self._receiver is not None:
                 self.worker_gone.wait(timeout_s)
         finally:
-            self._patient = False
+            self._awaits_last = False
 
     def close(self) -> None:
-        """End the session; nothing more comes. Tensors that are out stay valid."""
-        with self._changed:
-            self._closed = True
-            receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        """Let the link's thread end the session. Tensors that are out stay valid."""
+        self._ends.put("this side closed")
 
 
 class OnceQueue:

@@ -55,13 +55,14 @@ from packer_service.wire.protocol import (
     UnmapChunk,
     Withdraw,
 )
+from worker_shim.connection import Connection, read_until_end
+from worker_shim.link import Link, Packet
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
 from worker_shim.outputs.skeleton import ARRAY_ALIGNMENT, Place
-from worker_shim.restarts import Arrival
+from worker_shim.retries import Arrival
 from worker_shim.worker.arena import Arena, Slot
 from worker_shim.worker.device import Chunk, ExportDevice, Signal, copy_into, record_lazy_use
-from worker_shim.worker.uplink import Packet, Uplink
 
 logger = get_logger(__name__)
 
@@ -70,6 +71,7 @@ OWN_PIECE_BYTES = (
 )  # an array this large is a piece of its own, and so a lease of its own; smaller ones share one
 PROBE_BYTES = 1 << 16
 _FINISH_S = 5.0
+_LOOK_S = 0.5
 _NO_SIGNAL = Signal(0)
 
 Copy = tuple[torch.Tensor, torch.Tensor, int]
@@ -127,7 +129,7 @@ class Exporter:
     Making one waits ``start_timeout_s`` for a packer that is away. With none then it raises where ``fallback`` is ``fail``;
     else outputs are handed back until one comes. It always raises where a packer answers that it cannot serve this worker.
 
-    The uplink's lock guards ``_pending``, ``_ack_page``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
+    The link's lock guards ``_pending``, ``_ack_page``, ``_delivered``, ``_mapped``, ``_overflow_left`` and ``broken``.
     See Note [Who does what in the worker].
     """
 
@@ -165,20 +167,9 @@ class Exporter:
             )[0]
 
         self._ack_page = AckPage.create()  # this connection's
-        self._uplink = Uplink(connect, settings, self)
-
-        def join(timeout_s: float) -> Channel:
-            channel = connect(timeout_s)
-            try:
-                self._uplink.use(channel)
-                self._probe(channel, timeout_s)
-            except BaseException:
-                self._uplink.leave(channel)
-                raise
-            return channel
-
+        self._link = Link(connect, self, settings, name=f"the packer at {socket}")
         try:
-            Arrival(settings, threading.Event(), "worker").connect(join)
+            self._link.open(Arrival(settings, threading.Event(), "worker"), self._probe)
         except (*MAY_PASS, OSError) as error:
             if settings.fallback == "fail":
                 self._let_go()
@@ -191,13 +182,13 @@ class Exporter:
         except BaseException:
             self._let_go()
             raise
-        self._uplink.start()
+        self._link.start()
 
     def _let_go(self) -> None:
         self._ack_page.close()
         self._arena.close()
 
-    def _probe(self, channel: Channel, timeout_s: float) -> None:
+    def _probe(self, connection: Connection, timeout_s: float) -> None:
         """Send a known pattern the whole way once. PackerUnavailable says what the packer could not do."""
         slots = self._arena.allocate([PROBE_BYTES])
         if slots is None:
@@ -206,9 +197,8 @@ class Exporter:
         slots[0].view.copy_(torch.from_numpy(pattern))
         signal = self.device.signal()
         try:
-            self._uplink.post(Probe(signal.value, _piece(slots[0]), signal.event))
-            self._uplink.flush()
-            answer = channel.receive(timeout_s)
+            connection.post(Probe(signal.value, _piece(slots[0]), signal.event))
+            answer = connection.receive(timeout_s)
         finally:
             self.device.retire(signal)
             self._arena.release(slots)
@@ -245,7 +235,7 @@ class Exporter:
         if copies is None:
             return None
         announced = self.device.next_signal() if staged.pieces else None
-        with self._uplink.lock:
+        with self._link.lock:
             self._pending[output_id] = staged
             if announced is not None:
                 staged.signal = announced
@@ -270,12 +260,12 @@ class Exporter:
         except Exception:
             return False  # submit meets it again, and says so
         self._send_skeleton(staged, body)
-        return not self._uplink.has_backlog
+        return True
 
     def _start(self, staged: Staged) -> None:
-        with self._uplink.lock:
+        with self._link.lock:
             staged.export = _export(staged)
-            self._uplink.post(staged.export)
+            self._link.post(staged.export)
 
     def _abandon(self, staged: Staged, announced: Signal | None) -> None:
         """Staging failed. What was announced is withdrawn, and holds its slots until the packer has let go of them.
@@ -292,9 +282,9 @@ class Exporter:
             self.device.signal()
         except Exception:
             logger.exception("the device cannot mark the end of output %s", staged.output_id)
-        with self._uplink.lock:
+        with self._link.lock:
             staged.failed, staged.second = True, Withdraw(staged.output_id)
-            self._uplink.post(staged.second)
+            self._link.post(staged.second)
 
     def _place(self, staged: Staged, sizes: list[int]) -> list[Copy] | None:
         """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
@@ -348,7 +338,7 @@ class Exporter:
         return copies
 
     def _take_overflow(self, nbytes: int) -> bool:
-        with self._uplink.lock:
+        with self._link.lock:
             if nbytes > self._overflow_left:
                 return False
             self._overflow_left -= nbytes
@@ -363,17 +353,16 @@ class Exporter:
         self.take_acks()
         self._leaving |= self._arena.take_idle()
         chunks = self._leaving
-        with self._uplink.lock:
-            connection = self._uplink.connections
+        with self._link.lock:
+            connection = self._link.connections
             for number in chunks:
                 self._mapped.pop(number, None)
-                self._uplink.post(UnmapChunk(number))
-        self._uplink.flush()
+                self._link.post(UnmapChunk(number))
 
         # A connection that ended takes its imports with it; one to a packer that hangs, as soon as that comes to itself or
         # is killed, and the driver keeps the memory until then.
         def let_go() -> bool:
-            ended = self._uplink.connections != connection or not self._uplink.connected
+            ended = self._link.connections != connection or not self._link.connected
             return ended or self._closed_imports >= chunks.keys()
 
         with self._unmapped:
@@ -389,9 +378,9 @@ class Exporter:
         self._map(MapChunk(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
 
     def _map(self, message: MapChunk, fd: int | None = None) -> None:
-        with self._uplink.lock:
+        with self._link.lock:
             self._mapped[message.chunk] = message, fd
-            self._uplink.post(message, fd)
+            self._link.post(message, fd)
 
     # -- export thread -------------------------------------------------------------------------------------------------
 
@@ -401,9 +390,6 @@ class Exporter:
         Raises only what pickling the output raises; the output is withdrawn then. Before that ``salvage`` may take out of
         the output what cannot be pickled, and return True to have it tried once more.
         """
-        self._uplink.flush()
-        if staged.payload:
-            return  # submit_now posted it, and the flush above sent it
         try:
             body = self._pickle(staged, salvage)
             if staged.overflow_bytes and (why_not := self._stage_late(staged)):
@@ -414,14 +400,11 @@ class Exporter:
             self.withdraw(staged)
             raise
         self._send_skeleton(staged, body)
-        self._uplink.flush()
 
     def withdraw(self, staged: Staged) -> None:
         """Forget an output that the engine was not promised, or was told of: what it holds comes back with the ack."""
-        self._uplink.flush()
         staged.failed = True
         self._send_second(staged, Withdraw(staged.output_id))
-        self._uplink.flush()
 
     def _stage_late(self, staged: Staged) -> str:
         """Give clones their slots as soon as some come back. Why that was in vain; empty where it was not."""
@@ -440,11 +423,11 @@ class Exporter:
         return ""
 
     def _return_overflow(self, staged: Staged) -> None:
-        with self._uplink.lock:
+        with self._link.lock:
             self._overflow_left += staged.overflow_bytes
             staged.overflow_bytes = 0
 
-    # -- the uplink's client: its thread hears of acks -----------------------------------------------------------------
+    # -- the link's client: its thread hears of acks -----------------------------------------------------------------
 
     def begin(self) -> None:
         self.device.bind_thread()
@@ -468,7 +451,7 @@ class Exporter:
         """Take what acks there are, and say of every output that the device will never complete that it failed: nobody waits
         for a timeout."""
         self.take_acks()
-        with self._uplink.lock:
+        with self._link.lock:
             waiting = [s for s in self._pending.values() if s.export is not None and not _is_incomplete(s)]
         waiting = [staged for staged in waiting if not self.device.reached(staged.signal.value)]
         if not waiting or not (failure := self.device.failure()):
@@ -476,16 +459,19 @@ class Exporter:
         for staged in waiting:
             error = f"the worker's device failed before output {staged.output_id} was complete: {failure}"
             logger.error(error)
-            with self._uplink.lock:
+            with self._link.lock:
                 staged.second = Withdraw(staged.output_id, error, incomplete=True)
-                self._uplink.post(staged.second)
+                self._link.post(staged.second)
 
     def suspend(self) -> None:
         self.device.timeline.generation += 1
         with self._unmapped:
             self._unmapped.notify_all()
 
-    def resume(self) -> list[Packet]:
+    def read(self, connection: Connection) -> str:
+        return read_until_end(connection, self.take, self.look, _LOOK_S)
+
+    def resume(self, connection: Connection) -> list[Packet]:
         page = AckPage.create()  # first: it may raise
         self.broken = ""
         self._collect_acks()
@@ -497,7 +483,7 @@ class Exporter:
         return packets
 
     def give_up(self, reason: str) -> None:
-        with self._uplink.lock:
+        with self._link.lock:
             self.broken = reason
             self._collect_acks()
             orphans = [staged for staged in self._pending.values() if staged.second is not None]
@@ -513,7 +499,7 @@ class Exporter:
         return [(MapTimeline(timeline.generation), timeline.fd), (MapAcks(), self._ack_page.fd)]
 
     def _collect_acks(self) -> None:
-        """Move what the ack page says was delivered from ``_pending`` to ``_delivered``. The uplink's lock is held, and
+        """Move what the ack page says was delivered from ``_pending`` to ``_delivered``. The link's lock is held, and
         ``take_acks`` settles them without it: settling takes the arena's lock, which comes first."""
         if ready := set(self._ack_page.take()):
             delivered = [s for s in self._pending.values() if s.export is not None and s.export.ready in ready]
@@ -522,14 +508,14 @@ class Exporter:
             self._delivered += delivered
 
     def _forget_id(self, output_id: str) -> Staged | None:
-        with self._uplink.lock:
+        with self._link.lock:
             return self._pending.pop(output_id, None)
 
     # -- either --------------------------------------------------------------------------------------------------------
 
     def take_acks(self) -> None:
-        """Settle every output whose ack is on the page. Any thread, but not under the uplink's lock."""
-        with self._uplink.lock:
+        """Settle every output whose ack is on the page. Any thread, but not under the link's lock."""
+        with self._link.lock:
             self._collect_acks()
             delivered, self._delivered = self._delivered, []
         if delivered:
@@ -538,7 +524,7 @@ class Exporter:
     @property
     def acknowledged(self) -> int:
         """How many outputs were acknowledged on the page and are not settled yet. For benchmarks."""
-        with self._uplink.lock:
+        with self._link.lock:
             return len(self._delivered) + self._ack_page.waiting
 
     def _pickle(self, staged: Staged, salvage: Salvage) -> Body:
@@ -575,14 +561,14 @@ class Exporter:
             self.take_acks()  # here rather than in ``stage``: the engine has COMPUTE_DONE already
 
     def _send_second(self, staged: Staged, message: Skeleton | Withdraw) -> None:
-        with self._uplink.lock:
+        with self._link.lock:
             settled = staged.output_id not in self._pending  # it failed on the device meanwhile
             broken, known = self.broken, staged.export is not None
             if broken or not known:
                 self._forget(staged)
             elif staged.second is None and not settled:
                 staged.second = message
-                self._uplink.post(message, staged.second_fd())
+                self._link.post(message, staged.second_fd())
         if settled:
             self.release(staged)  # what pickling it added
         elif broken:
@@ -623,7 +609,7 @@ class Exporter:
         slots: list[Slot] = []
         hosts: list[SharedMemory] = []
         signals: list[Signal] = []
-        with self._uplink.lock:
+        with self._link.lock:
             for staged in outputs:
                 slots += staged.slots
                 if staged.host is not None:
@@ -644,7 +630,7 @@ class Exporter:
     def close(self) -> None:
         """Leave the packer, which closes its imports before it hangs up, and only then free the arena."""
         self.device.timeline.let_go()
-        self._uplink.finish(_FINISH_S)
+        self._link.finish(_FINISH_S)
         self._ack_page.close()
         for chunk in self._leaving.values():
             self.device.free(chunk)

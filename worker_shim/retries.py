@@ -7,13 +7,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from packer_service.config import Settings
 from packer_service.errors import MAY_PASS, PackerAbsent, PackerUnavailable
-from packer_service.wire.channel import Channel
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
+
+_Made = TypeVar("_Made")
 
 _LONGEST_PAUSE_S = 1.0
 _FIRST_PAUSES_S = (0.05,)
@@ -33,7 +35,7 @@ class Arrival:
         self._begin = time.monotonic()
         self._limit = self._begin + settings.start_timeout_s
 
-    def connect(self, connect: Callable[[float], Channel]) -> Channel:
+    def connect(self, connect: Callable[[float], _Made]) -> _Made:
         """What ``connect`` makes once somebody is there, given the seconds it may take. PackerAbsent where nobody came in time,
         PackerUnavailable where this side closes."""
         pauses_s = _doubling(_FIRST_PAUSES_S)

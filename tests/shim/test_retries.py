@@ -9,8 +9,8 @@ import pytest
 
 from packer_service.config import Settings
 from packer_service.errors import HandshakeError, PackerAbsent, PackerUnavailable, PeerClosed
-from worker_shim import restarts
-from worker_shim.restarts import Arrival, RestartBudget, Retries
+from worker_shim import retries
+from worker_shim.retries import Arrival, RestartBudget, Retries
 
 SETTINGS = Settings(restart_wait_s=4.0, max_restarts=2, restart_window_s=60.0, retry_s=30.0)
 
@@ -37,7 +37,7 @@ class Clock(threading.Event):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(restarts.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(retries.time, "monotonic", clock.monotonic)
     return clock
 
 

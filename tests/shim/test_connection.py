@@ -14,13 +14,13 @@ from packer_service.errors import PeerClosed, PeerHung
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import OutputReady, Ping, Pong
-from worker_shim.heartbeat import Heartbeat
+from worker_shim.connection import Connection
 
 LAST = OutputReady("last", error="sent at the last moment")
 
 
 @contextlib.contextmanager
-def connection(kind: type[Channel] = Channel) -> Iterator[tuple[Any, Channel]]:
+def channels(kind: type[Channel] = Channel) -> Iterator[tuple[Any, Channel]]:
     """The engine's end and the packer's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
@@ -31,21 +31,21 @@ def connection(kind: type[Channel] = Channel) -> Iterator[tuple[Any, Channel]]:
 
 
 def test_a_silent_packer_is_asked_and_one_that_answers_is_kept():
-    with connection() as (engine, packer):
-        heartbeat = Heartbeat(engine, hang_s=0.2)
+    with channels() as (engine, packer):
+        connection = Connection(engine, hang_s=0.2)
         for _ in range(5):
-            assert heartbeat.receive(0.06) is None
+            assert connection.receive(0.06) is None
             assert packer.receive(0) == (Ping(), [])
             packer.send(Pong())
-            assert heartbeat.receive(0.0) is None
+            assert connection.receive(0.0) is None
         assert packer.receive(0) is None
 
 
-def test_one_that_does_not_answer_is_given_up_and_the_connection_ends():
-    with connection() as (engine, packer):
-        heartbeat = Heartbeat(engine, hang_s=0.1)
+def test_one_that_does_not_answer_is_given_up_and_the_connectionends():
+    with channels() as (engine, packer):
+        connection = Connection(engine, hang_s=0.1)
         with pytest.raises(PeerHung, match="hang_s"):
-            heartbeat.receive(5.0)
+            connection.receive(5.0)
         with pytest.raises(PeerClosed):
             packer.send(LAST)
 
@@ -58,10 +58,10 @@ class FullChannel(Channel):
 
 
 def test_a_question_that_cannot_be_sent_counts_as_one_that_is_not_answered():
-    with connection(FullChannel) as (engine, _):
-        heartbeat = Heartbeat(engine, hang_s=0.1)
+    with channels(FullChannel) as (engine, _):
+        connection = Connection(engine, hang_s=0.1)
         with pytest.raises(PeerHung, match="hang_s"):
-            heartbeat.receive(5.0)
+            connection.receive(5.0)
 
 
 class LateChannel(Channel):
@@ -76,12 +76,12 @@ class LateChannel(Channel):
 
 
 def test_what_a_packer_sends_at_the_moment_it_is_given_up_arrives():
-    with connection(LateChannel) as (engine, packer):
+    with channels(LateChannel) as (engine, packer):
         engine.packer = packer
-        heartbeat = Heartbeat(engine, hang_s=0.1)
-        assert heartbeat.receive(5.0) == (LAST, [])
+        connection = Connection(engine, hang_s=0.1)
+        assert connection.receive(5.0) == (LAST, [])
         with pytest.raises(PeerHung):
-            heartbeat.receive(5.0)
+            connection.receive(5.0)
 
 
 class DyingChannel(Channel):
@@ -97,9 +97,9 @@ class DyingChannel(Channel):
 
 
 def test_what_a_packer_sent_before_it_died_arrives_although_the_question_found_nobody():
-    with connection(DyingChannel) as (engine, packer):
+    with channels(DyingChannel) as (engine, packer):
         engine.packer = packer
-        heartbeat = Heartbeat(engine, hang_s=1.0)
-        assert heartbeat.receive(5.0) == (LAST, [])
+        connection = Connection(engine, hang_s=1.0)
+        assert connection.receive(5.0) == (LAST, [])
         with pytest.raises(PeerClosed):
-            heartbeat.receive(5.0)
+            connection.receive(5.0)
