@@ -16,11 +16,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from packer_service import __version__, run_directory
+from packer_service import __version__, log, run_directory
 from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name, near_misses
 from packer_service.descriptors import open_standard_descriptors, raise_descriptor_limit
 from packer_service.errors import PackerError
-from packer_service.log import LogGuard
 
 app = typer.Typer(
     help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
@@ -89,17 +88,19 @@ def serve(
         reason = signal.Signals(signal.sigwait(signals)).name
         if not servers:  # it is still taking memory, which ends with the process
             logging.getLogger(__name__).info("packer stops before it was ready: %s", reason)
+            log.flush()
             os._exit(0)
         servers[0].stop(reason)
 
     try:
         settings = Settings.load(given)
+        writer = log.LogWriter(sys.stderr.fileno())
+        writer.addFilter(log.LogGuard())
         logging.basicConfig(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
+            handlers=[writer],
         )
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(LogGuard())
         if not managed:  # that one's environment is its engine's, which looks at it
             for sentence in near_misses(os.environ):
                 logging.getLogger(__name__).warning(sentence)
@@ -109,6 +110,7 @@ def serve(
         servers.append(server)
     except (PackerError, OSError, MemoryError, RuntimeError) as error:  # the last: no thread can be started
         _report(ready_fd, error=str(error))
+        log.flush()
         raise SystemExit(f"packer-service serve: {error}") from error
     directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
     server.start()
@@ -119,7 +121,7 @@ def serve(
     if directory is not None:  # a managed packer outlives a killed engine: the last one removes what that made for it
         directory.leave()
     if not finished:
-        logging.shutdown()
+        log.flush()
         os._exit(0)
 
 

@@ -14,9 +14,9 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
+from packer_service import log
 from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
@@ -35,7 +35,6 @@ _WATCH_S = 1.0
 _END_S = 5.0
 _EXIT_HUNG = 70
 _dying = threading.Lock()  # of the first thread that ends the process, for good
-_LAST_WORDS_S = 0.5  # what the log gets of a packer that ends itself
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
 
@@ -132,8 +131,8 @@ class Server:
     def _watch(self) -> None:
         """A call to the device that never returns cannot be given up in this process: it ends, to be started again.
 
-        Also one that the end of this packer waits for. This thread takes no lock, touches no file and leaves what it has to
-        say to another: whatever else hangs, it does not.
+        Also one that the end of this packer waits for. This thread touches no file and takes no lock but those of the log,
+        under which nothing waits: whatever else hangs, it does not.
         """
         watch, looks = Watch(), math.ceil(self.settings.hang_s / _WATCH_S)
         while True:
@@ -141,18 +140,19 @@ class Server:
             try:
                 stuck = watch.stuck(looks)
             except Exception as error:
-                _say_soon(logging.ERROR, f"the watchdog could not look: {error!r}")
+                logger.error("the watchdog could not look: %r", error)
             else:
                 if stuck is not None:
                     self._die(f"{stuck} does not end (setting hang_s = {self.settings.hang_s:g})")
 
     def _die(self, reason: str) -> None:
-        """End the process at once; what it says of that may find nobody who reads, or a lock that is not let go of."""
+        """End the process at once, whether or not anybody reads why."""
         try:
             if _dying.acquire(blocking=False):
-                _say_soon(logging.CRITICAL, f"packer ends so that it is started again: {reason}")
+                logger.critical("packer ends so that it is started again: %s", reason)
+                log.flush()
             else:
-                time.sleep(_LAST_WORDS_S)  # another thread says why
+                time.sleep(log.FLUSH_S)  # another thread says why
         finally:
             os._exit(_EXIT_HUNG)
 
@@ -290,11 +290,3 @@ class Server:
                 self._unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
-
-
-def _say_soon(level: int, message: str) -> None:
-    """Log on another thread, and wait for that no longer than ``_LAST_WORDS_S``."""
-    saying = threading.Thread(target=logger.log, args=(level, message), name="last-words", daemon=True)
-    with suppress(RuntimeError):  # no more threads: it stays unsaid
-        saying.start()
-        saying.join(_LAST_WORDS_S)
