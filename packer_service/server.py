@@ -113,7 +113,7 @@ class Server:
         which gives everything back too.
         """
         self._leaving.set()
-        self.device.leave()
+        self.device.hurry()
         self.stop("closed")  # whoever is still in its handshake is not entered any more
         all_left = self._door.close(_END_S)
         with self._changed:

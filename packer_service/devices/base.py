@@ -105,12 +105,12 @@ class Device(Protocol):
     def drain(self) -> bool:
         """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
 
-        False where it gave up, after ``leave``. See Note [What a close waits for] in packer_service.devices.closer.
+        False where it gave up, after ``hurry``. See Note [What a close waits for] in packer_service.devices.closer.
         """
         ...
 
-    def leave(self) -> None:
-        """The process is about to end: ``drain`` waits no longer than a moment from now on."""
+    def hurry(self) -> None:
+        """The process is about to end: from here on ``drain`` waits no longer than a moment."""
         ...
 
     def close(self) -> None: ...

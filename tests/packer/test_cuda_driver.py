@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from packer_service.devices import cuda
-from packer_service.devices.cuda import CudaMarker, CudaStream
-from packer_service.errors import DeviceBusy
+from packer_service.devices import cuda_memory, cuda_stream
+from packer_service.devices.closer import Closer
+from packer_service.devices.cuda_memory import CudaTimeline
+from packer_service.devices.cuda_stream import CudaMarker, CudaStream
+from packer_service.errors import DeviceBusy, DeviceError
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -26,8 +29,8 @@ class Machine:
         self.held_up_s = 0.0  # by which this thread oversleeps, once
         self._ends_at_s = 0.0
         fake = SimpleNamespace(cuEventSynchronize=self._synchronize, cuEventQuery=self._query)
-        monkeypatch.setattr(cuda, "driver", fake)
-        monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=self._clock, sleep=self._sleep))
+        monkeypatch.setattr(cuda_stream, "driver", fake)
+        monkeypatch.setattr(cuda_stream, "time", SimpleNamespace(perf_counter=self._clock, sleep=self._sleep))
         self._stream = CudaStream(None, None, None, may_wait=True)
 
     def _clock(self) -> float:
@@ -101,10 +104,40 @@ def test_a_stream_never_waits_for_an_event_that_may_not_complete(monkeypatch):
         cuEventCreate=lambda flags: (SUCCESS, "ours"),
         cuEventRecord=lambda event, stream: (SUCCESS,),
     )
-    monkeypatch.setattr(cuda, "driver", fake)
+    monkeypatch.setattr(cuda_stream, "driver", fake)
     stream = CudaStream(None, None, "stream", may_wait=True)
     with pytest.raises(DeviceBusy):
         stream.wait_event(bytes(64))
     assert not waits
     stream.wait_event(bytes(64))
     assert waits == [("stream", "event", 0)]
+
+
+@pytest.mark.parametrize("fails", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+def test_a_timeline_that_cannot_be_opened_is_given_back_and_unmapped_only_when_it_is_not_registered(monkeypatch, fails):
+    done: list[str] = []
+
+    def answering(name: str) -> Any:
+        def answer(*_: object) -> tuple:
+            done.append(name)
+            return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY if name == fails else SUCCESS, 4096)
+
+        answer.__name__ = name
+        return answer
+
+    names = ("cuMemHostRegister", "cuMemHostGetDevicePointer")
+    fake = SimpleNamespace(
+        CU_MEMHOSTREGISTER_DEVICEMAP=driver.CU_MEMHOSTREGISTER_DEVICEMAP,
+        cuMemHostUnregister=answering("cuMemHostUnregister"),
+        **{name: answering(name) for name in names},
+    )
+    monkeypatch.setattr(cuda_memory, "driver", fake)
+    page: Any = SimpleNamespace(address=4096, nbytes=4096, close=lambda: done.append("unmap"))
+    closer = Closer(lambda: None)
+    try:
+        with pytest.raises(DeviceError, match=f"{fails} answered CUDA_ERROR_OUT_OF_MEMORY"):
+            CudaTimeline(page, closer)
+    finally:
+        closer.stop()
+    undone = ["unmap"] if fails == names[0] else ["cuMemHostUnregister", "unmap"]
+    assert done == [*names[: names.index(fails) + 1], *undone]
