@@ -22,7 +22,8 @@ from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
 from packer_service.door import Door, check_path
 from packer_service.errors import HandshakeError, NotNow, PackerError
-from packer_service.pool.pool import Budget, Pool
+from packer_service.pool.budget import Budget
+from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.worker import WorkerSession
 from packer_service.wire import handshake

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from packer_service.errors import ProtocolError
 
-_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 32 << 20
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -125,19 +124,18 @@ class SharedMemory:
             memory.fd = -1
         return memory
 
-    def populate(self, threads: int = 1, *, write: bool = True) -> None:
+    def populate(self, threads: int) -> None:
         """Fault every page in now, on ``threads`` threads, rather than one by one during a copy.
 
         Raises MemoryError where the kernel has no page to give (a cgroup limit); a kernel before 5.14 faults lazily.
         """
-        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
 
         def touch(offset: int) -> int:
             nbytes = min(_POPULATE_BYTES, self.nbytes - offset)
-            return 0 if not libc.madvise(self.address + offset, nbytes, advice) else ctypes.get_errno()
+            return 0 if not libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) else ctypes.get_errno()
 
         offsets = range(0, self.nbytes, _POPULATE_BYTES)
-        if threads == 1 or len(offsets) == 1:
+        if len(offsets) == 1:
             errors = {touch(offset) for offset in offsets}
         else:
             try:
