@@ -119,7 +119,7 @@ def serve(
     logging.getLogger(__name__).info("packer stops: %s", reason)
     finished = server.close()
     if directory is not None:  # a managed packer outlives a killed engine: the last one removes what that made for it
-        directory.leave()
+        directory.release()
     if not finished:
         log.flush()
         os._exit(0)
