@@ -58,7 +58,7 @@ class Listener:
             raise
 
     def _bind(self) -> None:
-        mask = os.umask(0o117)  # group may connect; the directory and the uids say who
+        mask = os.umask(0o117)  # the group may connect; the directory and allowed_uids say who does
         try:
             self.socket.bind(str(self._path))
         finally:
@@ -73,7 +73,7 @@ class Listener:
     def close(self) -> None:
         """Remove the path, where it is this socket's, and wake who accepts."""
         if self.has_path:
-            with contextlib.suppress(OSError):  # somebody else removed it, or may: it is stale from now on
+            with contextlib.suppress(OSError):  # somebody else removed it, or will: nobody listens there from here on
                 self._path.unlink()
         hang_up(self.socket)
         self.socket.close()
@@ -122,7 +122,7 @@ def _find_stale(path: Path) -> Inode | None:
             return status.st_dev, status.st_ino
         except FileNotFoundError:  # somebody removed it just now
             return None
-        except BlockingIOError:  # its queue is full: a packer that was stopped, for example
+        except BlockingIOError:  # its queue is full, as that of a packer that was stopped may be
             pass
         except OSError as error:
             raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
@@ -142,7 +142,7 @@ def _locked(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.callback(os.close, _lock(directory))
-        except OSError as error:  # a file system without locks, or a stranger has it
+        except OSError as error:  # the file system has no locks, or a stranger holds this one
             logger.warning(
                 "the directory %s of the socket cannot be locked (%s): do not start two packers at once there, or give the"
                 " socket a directory of its own, such as /run/packer",

@@ -1,4 +1,4 @@
-"""Device memory given back without holding up anybody's copies.
+"""Device memory is given back without holding up anybody's copies. What is given back, and how, its owner says.
 
 Note [What a close waits for]
 cuMemHostUnregister and cuIpcCloseMemHandle wait until every stream of the process has run dry, and no other thread's call
@@ -26,7 +26,7 @@ _POLL_S = 0.002
 _HURRY_S = 0.3
 
 Met = Callable[[], bool]
-"""Whether a wait is over. Called on the thread that submits it and on the one that closes."""
+"""Whether a wait is over. It is called on the thread that submits the wait and on the one that closes."""
 
 
 class Closer:

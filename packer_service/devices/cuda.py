@@ -38,7 +38,7 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         if driver is None:
             raise DeviceError("cuda-bindings is not installed: pip install 'packer-service[cuda]'")
-        # Read by the driver when it is initialized; whatever was set, it has to be the number of our streams.
+        # The driver reads this when it is initialized. Whatever was set, it has to be the number of our streams.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_WAITING_STREAMS + 1)
         try:
             call(driver.cuInit, 0)

@@ -52,9 +52,9 @@ def handle_from(kind: Any, data: bytes) -> Any:
 def device_uuid(device: Any) -> str:
     """The UUID of a GPU, or of a MIG slice of one; the same in every process, whatever CUDA_VISIBLE_DEVICES says.
 
-    As nvidia-smi prints it, but that a slice has the prefix of a GPU too: the driver does not say which it is.
+    It is what nvidia-smi prints, except that a slice has the prefix of a GPU too: the driver does not say which of both it is.
     """
-    # Of a slice, cuDeviceGetUuid answers the GPU's own in cuda-bindings 12. In 13 it is what 12 calls _v2.
+    # For a slice, cuDeviceGetUuid of cuda-bindings 12 answers the UUID of the whole GPU. In 13 it is what 12 calls _v2.
     get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
     uuid = call(get, device)  # owns the bytes that getPtr points to
     digits = ctypes.string_at(uuid.getPtr(), 16).hex()

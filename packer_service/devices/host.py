@@ -1,7 +1,7 @@
 """A device for a machine with no GPU: a chunk is a worker's memfd, a copy is a memmove, a stream is a list of calls.
 
 Everything else of the packer runs unchanged over it, in tests, in demos and in CI. It is no faster than vllm-omni's own
-path and is not meant for production.
+path and is not meant for production. It never touches a GPU.
 """
 
 from __future__ import annotations

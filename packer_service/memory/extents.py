@@ -1,6 +1,6 @@
-"""Which byte ranges of one block of memory are taken. Knows offsets only, never the memory itself.
+"""Which byte ranges of one block of memory are taken. It knows offsets only, never the memory itself.
 
-Used twice: by the pool (regions of a host segment) and by the worker's arena (slots of a device chunk).
+It is used twice: by the pool (regions of a host segment) and by the worker's arena (slots of a device chunk).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared host memory that has no name: sealed memfds, created or attached, mapped, and pre-faulted.
 
 Whoever holds a descriptor or a mapping keeps the pages; when the last process lets go, or dies, the kernel frees them.
-There is nothing to unlink.
+There is nothing to unlink. What is in the memory is never looked at here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_memfd(fd: int, nbytes: int) -> None:
 
 
 def map_pages(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
-    """mmap(2), which Python's own has no address for: where the pages are. OSError where the kernel refuses."""
+    """mmap(2) at an address, which Python's own cannot; where the pages are. OSError where the kernel refuses."""
     mapped = libc.mmap(address, nbytes, protection, flags, fd, offset)
     if mapped == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
@@ -74,8 +74,8 @@ def map_pages(address: int | None, nbytes: int, protection: int, flags: int, fd:
 def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of ``fd``, which may be closed then. The mapping lives for as long as anything looks into it.
 
-    ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python has memory of
-    nobody's, and with it all the care of who looks into it, and the memfd takes that memory's place.
+    ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python maps anonymous
+    memory, of which it knows who looks into it, and then the memfd is mapped in the place of that memory.
     """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     map_pages(address_of(mapping), nbytes, READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd)
@@ -83,7 +83,7 @@ def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where it starts in this process."""
+    """Where ``mapping`` starts in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
