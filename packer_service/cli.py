@@ -110,7 +110,6 @@ def serve(
         servers.append(server)
     except (PackerError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
         _report(ready_fd, error=str(error))
-        log.flush()
         raise SystemExit(f"packer-service serve: {error}") from error
     directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
     server.start()
@@ -126,6 +125,7 @@ def serve(
 
 
 def _report(ready_fd: int, **fields: object) -> None:
+    log.flush()  # so that whoever waits for the report finds in the log what came before it
     if ready_fd >= 0:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(fields) + "\n")
