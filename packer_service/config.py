@@ -62,6 +62,11 @@ def _setting(default: Any, text: str, **bounds: Any) -> Any:
     return field(default=default, metadata={"text": text, **bounds})
 
 
+def _bytes(default: int, text: str, *, least: int) -> Any:
+    """A setting that is a size."""
+    return _setting(default, text, kind="bytes", least=least)
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings, checked. Build with ``Settings.load``."""
@@ -85,21 +90,12 @@ class Settings:
         "what tells the packer that an output is complete: a counter on a shared page, or a CUDA IPC event",
         choices=("timeline", "ipc"),
     )
-    arena_max_bytes: int = _setting(
-        4 * GIB, "how much device memory one worker may stage outputs in", kind="bytes", least=2 * MIB
+    arena_max_bytes: int = _bytes(4 * GIB, "how much device memory one worker may stage outputs in", least=2 * MIB)
+    arena_step_bytes: int = _bytes(256 * MIB, "how much the arena grows at a time, at least", least=2 * MIB)
+    overflow_max_bytes: int = _bytes(
+        2 * GIB, "how many bytes of outputs may wait beside a full arena, as clones in torch's own memory", least=0
     )
-    arena_step_bytes: int = _setting(
-        256 * MIB, "how much the arena grows at a time, at least", kind="bytes", least=2 * MIB
-    )
-    overflow_max_bytes: int = _setting(
-        2 * GIB,
-        "how many bytes of outputs may wait beside a full arena, as clones in torch's own memory",
-        kind="bytes",
-        least=0,
-    )
-    min_bytes: int = _setting(
-        0, "an output whose tensors have fewer bytes than this takes vllm-omni's own path", kind="bytes", least=0
-    )
+    min_bytes: int = _bytes(0, "an output whose tensors have fewer bytes than this takes vllm-omni's own path", least=0)
     wait_s: float = _setting(
         2.0,
         "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
@@ -133,18 +129,13 @@ class Settings:
     key_file: str = _setting("", "which file holds the secret that packer, engine and workers share", kind="text")
     # -- the packer's --
     device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host", kind="text")
-    pool_bytes: int = _setting(
-        GIB, "how much pinned host memory is ready when the packer is", kind="bytes", least=2 * MIB
-    )
-    pool_max_bytes: int = _setting(
+    pool_bytes: int = _bytes(GIB, "how much pinned host memory is ready when the packer is", least=2 * MIB)
+    pool_max_bytes: int = _bytes(
         0,
-        "how much pinned host memory the packer may take; 0 means the smaller of 16 GiB and a quarter of the memory limit",
-        kind="bytes",
+        "how much pinned host memory the packer may take; 0: the smaller of 16 GiB and a quarter of the memory limit",
         least=0,
     )
-    pool_step_bytes: int = _setting(
-        256 * MIB, "how much the pool grows at a time, at least", kind="bytes", least=2 * MIB
-    )
+    pool_step_bytes: int = _bytes(256 * MIB, "how much the pool grows at a time, at least", least=2 * MIB)
     pool_idle_s: float = _setting(
         60.0, "a pool that nobody used for so long gives back what exceeds pool_bytes", least=0.1, most=86400.0
     )
