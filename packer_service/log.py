@@ -67,7 +67,7 @@ class LogWriter(logging.Handler):
                 lines, self._lines, self._writing = self._lines, [], True
                 left_out, self._left_out = self._left_out, 0  # they came when the list was full, so after these lines
             if left_out:
-                text = "%d more lines were left out, because the log was not read"
+                text = "%d more lines were left out, because the log could not be written"
                 lines.append(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (left_out,), None)))
             for line in lines:
                 self._write(f"{line}\n".encode(errors="backslashreplace"))
@@ -76,8 +76,9 @@ class LogWriter(logging.Handler):
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:  # the reader is gone or the disk is full, and there is no other place to say so
-            pass
+        except OSError:  # the reader is gone, the disk is full, or a pipe that somebody made non-blocking is
+            with self._changed:
+                self._left_out += 1
 
 
 def flush() -> None:

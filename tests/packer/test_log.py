@@ -97,7 +97,7 @@ def test_lines_that_nobody_reads_are_kept_up_to_a_number_and_the_rest_is_counted
     wait_until(lambda: not handler._lines, "the writer is stuck with a line")
     for number in range(1, 16):
         logger.warning("line %d", number)
-    told = "5 more lines were left out, because the log was not read"
+    told = "5 more lines were left out, because the log could not be written"
     assert read_to(told) == [*(f"line {number}" for number in range(11)), told]
 
 
