@@ -1,6 +1,6 @@
 """The packer's life: it opens its device, listens, gives each peer a thread, watches over itself, and stops.
 
-Who is connected is known to ``Peers``, who may come in to ``Door``. Nothing here touches an output.
+``Peers`` knows who is connected, and ``Door`` who may come in. Nothing here touches an output.
 """
 
 from __future__ import annotations
