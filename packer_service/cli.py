@@ -127,6 +127,7 @@ def serve(
 def _report(ready_fd: int, **fields: object) -> None:
     log.flush()  # so that whoever waits for the report finds in the log what came before it
     if ready_fd >= 0:
+        os.set_inheritable(ready_fd, False)  # it stays open for a moment after whoever waits has read the report
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(fields) + "\n")
 
