@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.harness import say
-from packer_service.devices.cuda import CudaDevice, call, handle_bytes, handle_from
+from packer_service.devices.cuda import CudaDevice
+from packer_service.devices.driver import call, handle_bytes, handle_from
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TIMELINE_BYTES, TimelinePage
 

@@ -1,4 +1,7 @@
-"""``packer-service``: the commands. Each only fills in ``Settings`` and calls what does the work."""
+"""``packer-service``: the commands. Each fills in ``Settings`` and calls what does the work; it does none itself.
+
+Signals, the log and the exit code of a packer's process are settled here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from packer_service import __version__, run_directory
+from packer_service import __version__, log, run_directory
 from packer_service.config import PACKER_SETTINGS, Settings, described, environment_name, near_misses
 from packer_service.descriptors import open_standard_descriptors, raise_descriptor_limit
 from packer_service.errors import PackerError
-from packer_service.log import LogGuard
 
 app = typer.Typer(
     help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
@@ -44,10 +46,7 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
                 default=None,
                 annotation=Annotated[
                     str | None,
-                    typer.Option(
-                        f"--{name.replace('_', '-')}",
-                        help=described(name),
-                    ),
+                    typer.Option(f"--{name.replace('_', '-')}", help=described(name)),
                 ],
             )
             for name in names
@@ -77,37 +76,39 @@ def serve(
     """Run a packer on one device until it is told to stop."""
     from packer_service.server import Server
 
-    # Blocked in every thread and taken by one that waits for them: a handler would run inside whatever the main thread
-    # is at, a lock of the server included, and its wake-up could be lost.
+    # These signals are blocked in every thread, and one thread waits for them. A handler would run in the middle of what
+    # the main thread does, perhaps while that holds a lock of the server, and a wake-up could be lost.
     signals = {signal.SIGTERM} if managed else {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     if managed:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    servers: list[Server] = []  # the one, once it is ready to be told
+    servers: list[Server] = []  # the server, as soon as it can be told to stop
 
     def stop_on_signal() -> None:
         reason = signal.Signals(signal.sigwait(signals)).name
-        if not servers:  # it is still taking memory, which ends with the process
+        if not servers:  # it is still taking memory, which goes with the process
             logging.getLogger(__name__).info("packer stops before it was ready: %s", reason)
+            log.flush()
             os._exit(0)
         servers[0].stop(reason)
 
     try:
         settings = Settings.load(given)
+        writer = log.LogWriter(2)  # sys.stderr is None where this process began without one
+        writer.addFilter(log.LogGuard())
         logging.basicConfig(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
+            handlers=[writer],
         )
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(LogGuard())
-        if not managed:  # that one's environment is its engine's, which looks at it
+        if not managed:  # the environment of a managed one is its engine's, and the engine looks at it
             for sentence in near_misses(os.environ):
                 logging.getLogger(__name__).warning(sentence)
         raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
         server = Server(settings, settings.read_key(), managed=managed)
         servers.append(server)
-    except (PackerError, OSError, MemoryError, RuntimeError) as error:  # the last: no thread can be started
+    except (PackerError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
         _report(ready_fd, error=str(error))
         raise SystemExit(f"packer-service serve: {error}") from error
     directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
@@ -116,15 +117,17 @@ def serve(
     reason = server.wait()
     logging.getLogger(__name__).info("packer stops: %s", reason)
     finished = server.close()
-    if directory is not None:  # a managed packer outlives a killed engine: the last one removes what that made for it
-        directory.leave()
+    if directory is not None:
+        directory.release()  # where its engine was killed, the last of its packers removes what that made
     if not finished:
-        logging.shutdown()
+        log.flush()
         os._exit(0)
 
 
 def _report(ready_fd: int, **fields: object) -> None:
+    log.flush()  # so that whoever waits for the report finds in the log what came before it
     if ready_fd >= 0:
+        os.set_inheritable(ready_fd, False)  # it stays open for a moment after whoever waits has read the report
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(fields) + "\n")
 
@@ -145,7 +148,7 @@ def demo(
         raise SystemExit("packer-service demo needs torch, as its workers do: pip install 'packer-service[vllm]'")
     os.environ.update({environment_name(name): value for name, value in given.items()})
     sys.argv[1:] = ["--requests", str(requests), *(["--json"] if as_json else [])]
-    # In this process: another Python would take the current directory for a folder of modules.
+    # It runs in this process, because another Python would take the current directory for a folder of modules.
     runpy.run_module("worker_shim.demo", run_name="__main__", alter_sys=True)
 
 

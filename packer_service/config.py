@@ -1,8 +1,8 @@
 """Every setting, once: its default, unit, bounds, environment name and what it is for.
 
-A value comes from, in this order: the command line or ``additional_config={"packer": {...}}``, the environment
-(``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting. ``near_misses`` finds the
-names there that were meant for settings and are none.
+A value is taken from the first of these that has one: the command line or ``additional_config={"packer": {...}}``, the
+environment (``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting. ``near_misses``
+finds names there that are no settings and were probably meant to be. Nothing here acts on a setting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packer_service.errors import SettingError
 from packer_service.pool.cgroup import memory_limit
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-# what a packer process reads; the rest is the executor's
+# A packer process reads these. The executor and its workers read the others, and some of these too.
 PACKER_SETTINGS = (
     "socket",
     "key_file",
@@ -62,37 +62,40 @@ def _setting(default: Any, text: str, **bounds: Any) -> Any:
     return field(default=default, metadata={"text": text, **bounds})
 
 
+def _bytes(default: int, text: str, *, least: int) -> Any:
+    """A setting that is a size."""
+    return _setting(default, text, kind="bytes", least=least)
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings, checked. Build with ``Settings.load``."""
 
     # -- the executor's --
     mode: str = _setting(
-        "managed", "who starts the packer: the executor, or somebody else", choices=("managed", "sidecar")
+        "managed", "whether the executor starts the packer, or somebody else does", choices=("managed", "sidecar")
     )
     fallback: str = _setting(
-        "own", "with no packer to be had: vllm-omni's own path, or refuse to start", choices=("own", "fail")
+        "own",
+        "what an engine does that finds no packer: it takes vllm-omni's own path, or it does not start",
+        choices=("own", "fail"),
     )
     compatibility: str = _setting(
         "strict",
-        "with functions of vllm-omni that differ from those tested: as with no packer, or a warning and the packer",
+        "what an engine does where functions of vllm-omni differ from those tested: as with no packer, or it warns and goes on",
         choices=("strict", "lenient"),
     )
     event: str = _setting(
-        "timeline", "what marks an output complete: a counter page, or a CUDA IPC event", choices=("timeline", "ipc")
+        "timeline",
+        "what tells the packer that an output is complete: a counter on a shared page, or a CUDA IPC event",
+        choices=("timeline", "ipc"),
     )
-    arena_max_bytes: int = _setting(
-        4 * GIB, "device memory that one worker may stage outputs in", kind="bytes", least=2 * MIB
+    arena_max_bytes: int = _bytes(4 * GIB, "how much device memory one worker may stage outputs in", least=2 * MIB)
+    arena_step_bytes: int = _bytes(256 * MIB, "how much the arena grows at a time, at least", least=2 * MIB)
+    overflow_max_bytes: int = _bytes(
+        2 * GIB, "how many bytes of outputs may wait beside a full arena, as clones in torch's own memory", least=0
     )
-    arena_step_bytes: int = _setting(
-        256 * MIB, "how much the arena grows at least, at a time", kind="bytes", least=2 * MIB
-    )
-    overflow_max_bytes: int = _setting(
-        2 * GIB, "outputs that may wait beside a full arena, as clones in torch's own memory", kind="bytes", least=0
-    )
-    min_bytes: int = _setting(
-        0, "an output with fewer bytes of tensors than this takes vllm-omni's own path", kind="bytes", least=0
-    )
+    min_bytes: int = _bytes(0, "an output whose tensors have fewer bytes than this takes vllm-omni's own path", least=0)
     wait_s: float = _setting(
         2.0,
         "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
@@ -111,45 +114,48 @@ class Settings:
     max_restarts: int = _setting(
         3, "a packer that goes away more often than this within restart_window_s is left alone for retry_s", least=0
     )
-    restart_window_s: float = _setting(60.0, "see max_restarts", least=0.0, most=86400.0)
+    restart_window_s: float = _setting(
+        60.0, "how long a packer that went away counts for max_restarts", least=0.0, most=86400.0
+    )
     retry_s: float = _setting(
         10.0, "how long vllm-omni's own path is used before the packer is tried again", least=0.1, most=86400.0
     )
     # -- where they meet --
     socket: str = _setting(
         "",
-        "the packer's socket; in sidecar mode an executor is given one for each GPU, separated by commas",
+        "where the packer's socket is; in sidecar mode an executor is given one for each GPU, separated by commas",
         kind="text",
     )
-    key_file: str = _setting("", "a file with the secret that packer, engine and workers share", kind="text")
+    key_file: str = _setting("", "which file holds the secret that packer, engine and workers share", kind="text")
     # -- the packer's --
-    device: str = _setting("cuda:0", "the device a packer copies from: cuda:N, or host", kind="text")
-    pool_bytes: int = _setting(GIB, "pinned host memory that is ready when the packer is", kind="bytes", least=2 * MIB)
-    pool_max_bytes: int = _setting(
+    device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host", kind="text")
+    pool_bytes: int = _bytes(GIB, "how much pinned host memory is ready when the packer is", least=2 * MIB)
+    pool_max_bytes: int = _bytes(
         0,
-        "pinned host memory at most; 0: the smaller of 16 GiB and a quarter of the memory limit",
-        kind="bytes",
+        "how much pinned host memory the packer may take; 0: the smaller of 16 GiB and a quarter of the memory limit",
         least=0,
     )
-    pool_step_bytes: int = _setting(
-        256 * MIB, "how much the pool grows at least, at a time", kind="bytes", least=2 * MIB
-    )
+    pool_step_bytes: int = _bytes(256 * MIB, "how much the pool grows at a time, at least", least=2 * MIB)
     pool_idle_s: float = _setting(
-        60.0, "a pool unused for so long gives what exceeds pool_bytes back", least=0.1, most=86400.0
+        60.0, "a pool that nobody used for so long gives back what exceeds pool_bytes", least=0.1, most=86400.0
     )
-    exit_after_s: float = _setting(30.0, "a packer with no engine for so long exits; 0: never", least=0.0, most=86400.0)
+    exit_after_s: float = _setting(
+        30.0, "a packer that has had no engine for so long exits; 0 means that it never does", least=0.0, most=86400.0
+    )
     handshake_timeout_s: float = _setting(
-        5.0, "a peer that has not proven itself by then is closed", least=0.1, most=60.0
+        5.0, "a peer that has not proven itself within this time is disconnected", least=0.1, most=60.0
     )
     hang_s: float = _setting(
         10.0,
-        "a packer that is silent, or a copy that does not end, for so long is hung and given up",
+        "a packer that stays silent for so long is given up, and one whose copy has not ended by then ends itself",
         least=1.0,
         most=3600.0,
     )
-    max_sessions: int = _setting(64, "engines and workers connected at a time", least=2, most=4096)
-    allowed_uids: str = _setting("", "uids that may connect beside the packer's own, separated by commas", kind="text")
-    log_level: str = _setting("info", "what the packer logs", choices=("debug", "info", "warning", "error"))
+    max_sessions: int = _setting(64, "how many engines and workers may be connected at a time", least=2, most=4096)
+    allowed_uids: str = _setting("", "which uids may connect beside the packer's own, separated by commas", kind="text")
+    log_level: str = _setting(
+        "info", "the packer logs what is at least as important as this", choices=("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self) -> None:
         limit = memory_limit()

@@ -1,4 +1,7 @@
-"""The descriptors that a process of ours starts with: none of the standard ones is missing, and there may be many."""
+"""The descriptors that a process of ours starts with: none of the standard ones is missing, and there may be many.
+
+Nothing here touches a descriptor that is open.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every error this project raises on purpose. A message says what was wanted, what was found and what mends it."""
+"""Every error this project raises on purpose. A message says what was wanted, what was found and what mends it.
+
+Errors carry words and, where a caller needs it, one value. They do nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class DeviceError(PackerError):
 
 
 class DeviceBusy(DeviceError):
-    """A stream may not wait for an unfinished forward now. Submit again until it may, or need not wait any more."""
+    """A stream may not wait for an unfinished forward at present. Whoever submits tries again until it may, or need not."""
 
 
 class PoolExhausted(PackerError):
@@ -72,4 +75,4 @@ class PackerAbsent(PackerUnavailable):
 
 
 MAY_PASS = (PackerAbsent, PeerClosed, NotNow)
-"""Of a packer that is just starting or ending: who waits for one tries again."""
+"""What a packer that is just starting or ending may cause: whoever waits for a packer tries again."""

@@ -1,16 +1,91 @@
-"""What the packer's log can be trusted with: peers decide how often a line is written, and what some of its words are.
+"""The packer's log: one thread writes it, and peers can neither fill it nor write lines of their own into it.
 
-No peer may fill a disk with it, nor write lines into it that look like ours.
+Whoever logs hands over a line and goes on, whether or not anybody reads the log: a reader that stopped reading holds up the
+writing thread alone. This module decides neither what is worth a line nor where the log goes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 
 LINES = 100  # of one kind, in each window
 WINDOW_S = 1.0
+MOST_UNWRITTEN = 1000  # lines that wait to be written; more are left out
+FLUSH_S = 0.5  # what a process that ends gives its log to be written
+
+
+class LogWriter(logging.Handler):
+    """Has a thread of its own write each record to ``fd``. To log is to append to a list, under a lock that guards that list.
+
+    It writes to the descriptor rather than to sys.stderr: a thread that is stuck there holds a lock of the stream, which the
+    interpreter wants when it ends. RuntimeError where no thread can be started.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._changed = threading.Condition()  # guards all that follows
+        self._lines: list[str] = []
+        self._writing = False  # lines that were taken out of the list
+        self._left_out = 0
+        threading.Thread(target=self._write_all, name="log-writer", daemon=True).start()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As any handler does, but without the handler's lock, which would be one more to be held up at."""
+        passes = bool(self.filter(record))
+        if passes:
+            self.emit(record)
+        return passes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._lines) < MOST_UNWRITTEN:
+                self._lines.append(line)
+                self._changed.notify_all()
+            else:
+                self._left_out += 1
+
+    def flush(self) -> None:
+        """Wait until all lines are written, but no longer than ``FLUSH_S``: it may be that nobody reads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._lines or self._writing), FLUSH_S)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+                lines, self._lines, self._writing = self._lines, [], True
+                left_out, self._left_out = self._left_out, 0  # they came when the list was full, so after these lines
+            if left_out:
+                text = "%d more lines were left out, because the log could not be written"
+                lines.append(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (left_out,), None)))
+            for line in lines:
+                self._write(f"{line}\n".encode(errors="backslashreplace"))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:  # the reader is gone, the disk is full, or a pipe that somebody made non-blocking is
+            with self._changed:
+                self._left_out += 1
+
+
+def flush() -> None:
+    """Wait a moment until what this process logged is written: for a process that ends without Python's own exit."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.flush()
 
 
 class LogGuard(logging.Filter):

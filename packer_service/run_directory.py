@@ -44,7 +44,7 @@ def bases() -> dict[str, str]:
 
 
 class RunDirectory:
-    """One directory, held by this process from ``make`` to ``leave``. ``remake`` it before it is used again: it may be gone."""
+    """One directory, held from ``make`` to ``release``. ``remake`` it before it is used again: it may be gone."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -109,7 +109,7 @@ class RunDirectory:
                 fcntl.flock(mark, fcntl.LOCK_UN)
             os.close(mark)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let go of it, and remove it unless somebody else holds it."""
         self.close()
         _remove_if_abandoned(self.path)

@@ -1,4 +1,4 @@
-"""Keep the packer, and with it the memory it touches first, on the NUMA node its GPU hangs on."""
+"""Keep the packer, and with it the memory it touches first, on the NUMA node its GPU hangs on. It never fails a start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SYS = Path("/sys")
 def pin_near(pci_bus_id: str, sys: Path = _SYS) -> set[int]:
     """Bind this process to the cores of the GPU's node; those cores. Empty, and nothing done, where there is one node.
 
-    Call it before threads are started and memory is touched: both inherit it.
+    Call it before memory is touched and before the threads that do so are started: both go by it.
     """
     try:
         nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
@@ -24,7 +24,10 @@ def pin_near(pci_bus_id: str, sys: Path = _SYS) -> set[int]:
         if len(nodes) < 2 or not cores:
             return set()
         os.sched_setaffinity(0, cores)
-    except (OSError, ValueError) as error:  # no such file in a container, or a seccomp profile: it is only slower
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a container may lack the files, a seccomp profile refuse: copies are only slower
         logger.info("not bound to the NUMA node of GPU %s: %s", pci_bus_id, error)
         return set()
     logger.info("bound to NUMA node %d (%d cores), where GPU %s is", node, len(cores), pci_bus_id)

@@ -1,6 +1,7 @@
 """What a packer needs of a device. Sessions know this protocol and nothing below it.
 
-Memory is named by plain addresses; who owns it is said where it is made. Every method may raise DeviceError.
+Memory is named by plain addresses; who owns it is said where it is made. Every method may raise DeviceError. There is nothing
+here but names: a device is made in packer_service.devices.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ def nothing() -> None:
 
 
 class ImportedChunk(Protocol):
-    """One chunk of a worker's arena, imported. Ours to close; the memory stays the worker's."""
+    """One chunk of a worker's arena, imported. The import is the packer's to close; the memory stays the worker's."""
 
     nbytes: int
 
     def close(self, then: Callable[[], None] = nothing) -> None:
-        """Close it soon: see ``Device.drain``. ``then`` is called after that, on another thread; it may not wait."""
+        """Close it soon: see ``Device.drain``. ``then`` is called after that, on another thread, and may not wait."""
         ...
 
 
@@ -31,7 +32,7 @@ class Timeline(Protocol):
     page: TimelinePage
 
     def close(self) -> None:
-        """Soon: see ``Device.drain``."""
+        """Close it soon: see ``Device.drain``."""
         ...
 
 
@@ -53,7 +54,7 @@ class Stream(Protocol):
     def wait_event(self, handle: bytes) -> None:
         """The same for the worker's interprocess event behind ``handle``. DeviceBusy until that is complete, as last recorded.
 
-        An event that is not when its process dies never will be, and nor will a stream that waits for it
+        An event that is not complete when its process dies never is, and a stream that waits for it never goes on
         (benchmarks/dead_worker.py).
         """
         ...
@@ -65,7 +66,10 @@ class Stream(Protocol):
     def record(self) -> Marker: ...
 
     def close(self) -> None:
-        """Soon: see ``Device.drain``. It has passed everything: none of its waits counts, whatever a worker wrote since."""
+        """Close it soon: see ``Device.drain``. It must have passed all that was submitted.
+
+        None of its waits counts from here on, whatever a worker writes to its timeline.
+        """
         ...
 
 
@@ -105,12 +109,12 @@ class Device(Protocol):
     def drain(self) -> bool:
         """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
 
-        False where it gave up, after ``leave``. See Note [What a close waits for] in packer_service.devices.closer.
+        False where it gave up, after ``hurry``. See Note [What a close waits for] in packer_service.devices.closer.
         """
         ...
 
-    def leave(self) -> None:
-        """The process is about to end: ``drain`` waits no longer than a moment from now on."""
+    def hurry(self) -> None:
+        """The process is about to end: from here on ``drain`` waits no longer than a moment."""
         ...
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
 """Calls to the device that are under way, so that a watchdog sees the one that does not return.
 
-Whoever makes a call that could hang says so: ``with DeviceCall("the import of chunk %d", number): ...``. To enter and to
-leave is one step each under the GIL, and so is the watchdog's look at all of them: no lock, which could be held by whoever
-is stuck.
+Whoever makes a call that could hang says so: ``with DeviceCall("the import of chunk %d", number): ...``. Entering and leaving
+are one step each under the GIL, and so is the watchdog's look at all of them. There is no lock, because whoever is stuck could
+hold it. Nothing here ends a call, or a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Device memory given back without holding up anybody's copies.
+"""Device memory is given back without holding up anybody's copies. What is given back, and how, its owner says.
 
 Note [What a close waits for]
 cuMemHostUnregister and cuIpcCloseMemHandle wait until every stream of the process has run dry, and no other thread's call
@@ -23,10 +23,10 @@ from packer_service.errors import DeviceBusy
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
-_LEAVE_S = 0.3
+_HURRY_S = 0.3
 
 Met = Callable[[], bool]
-"""Whether a wait is over. Called on the thread that submits it and on the one that closes."""
+"""Whether a wait is over. It is called on the thread that submits the wait and on the one that closes."""
 
 
 class Closer:
@@ -41,7 +41,7 @@ class Closer:
         self._lock = threading.Lock()
         self._unmet: list[Met] = []  # of the waits that streams are in or may be in
         self._busy = False  # with a job that is no longer in the queue
-        self._leaving = False
+        self._hurried = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device-closer", daemon=True)
         self._thread.start()
@@ -71,18 +71,18 @@ class Closer:
     def drain(self) -> bool:
         """Wait until everything given so far is closed: as long as the longest forward that a stream waits for.
 
-        False where it gave up, after ``leave``.
+        False where it gave up, after ``hurry``.
         """
         closed = threading.Event()
         self.close_later(nothing, closed.set)
-        while not closed.wait(_LEAVE_S):
-            if self._leaving:
+        while not closed.wait(_HURRY_S):
+            if self._hurried:
                 return False
         return True
 
-    def leave(self) -> None:
-        """The process is about to end, which gives everything back: let nobody wait for it long."""
-        self._leaving = True
+    def hurry(self) -> None:
+        """The process is about to end, which gives everything back: from here on ``drain`` waits for a moment only."""
+        self._hurried = True
 
     def stop(self) -> None:
         """Close what is left, then end."""

@@ -1,7 +1,7 @@
 """A device for a machine with no GPU: a chunk is a worker's memfd, a copy is a memmove, a stream is a list of calls.
 
 Everything else of the packer runs unchanged over it, in tests, in demos and in CI. It is no faster than vllm-omni's own
-path and is not meant for production.
+path and is not meant for production. It never touches a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packer_service.memory.timeline import TimelinePage
 _POLL_S = 0.0005
 
 
-class HostChunk:
+class ImportedHostChunk:
     """A worker's memfd, mapped here."""
 
     def __init__(self, memory: SharedMemory, closer: Closer) -> None:
@@ -81,7 +81,7 @@ class HostStream:
         raise DeviceError("the host device has no events: leave the setting event at 'timeline'")
 
     def copy_to_host(self, address: int, chunk: ImportedChunk, offset: int, nbytes: int) -> None:
-        assert isinstance(chunk, HostChunk)
+        assert isinstance(chunk, ImportedHostChunk)
         source = chunk.address + offset
         self._calls.append(lambda: ctypes.memmove(address, source, nbytes))  # releases the GIL
 
@@ -118,10 +118,10 @@ class HostDevice:
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         self._closer.close_later(nothing, then)
 
-    def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> HostChunk:
+    def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> ImportedHostChunk:
         if not fds:
             raise ProtocolError("a host chunk came without its memfd")
-        return HostChunk(SharedMemory.attach(fds.pop(), nbytes), self._closer)
+        return ImportedHostChunk(SharedMemory.attach(fds.pop(), nbytes), self._closer)
 
     def open_timeline(self, page: TimelinePage) -> HostTimeline:
         return HostTimeline(page, self._closer)
@@ -135,8 +135,8 @@ class HostDevice:
     def drain(self) -> bool:
         return self._closer.drain()
 
-    def leave(self) -> None:
-        self._closer.leave()
+    def hurry(self) -> None:
+        self._closer.hurry()
 
     def close(self) -> None:
         self._closer.stop()

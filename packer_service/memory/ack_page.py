@@ -7,9 +7,9 @@ can wait are words of a page of shared memory, and the worker reads them when it
     byte 0     taken   u64, written by the worker: how many acks it has taken
     byte 64    ring    128 u64, written by the packer: word i % 128 is the ``ready`` of the export that ack i is of
 
-Each connection has a page of its own, for a packer that hung may still write to that of an earlier one. A ``ready`` is a value
-of the worker's timeline, which only grows, so a word is a new ack when it is not what it was a round ago: nothing but that
-word has to become visible.
+Each connection has a page of its own, because a packer that hung may still write to that of an earlier one. A ``ready`` is a
+value of the worker's timeline, which only grows, so a word is a new ack when it is not what it was a round ago: nothing but
+that word has to become visible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AckPage:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        # Whole words, read and written by one instruction each.
+        # These are whole words, each read and written by one instruction.
         self._taken = ctypes.c_uint64.from_buffer(memory.buffer, 0)
         self._ring = (ctypes.c_uint64 * WORDS).from_buffer(memory.buffer, _RING_AT)
         self._next = 0
@@ -55,8 +55,10 @@ class AckPage:
         return self._memory.fd
 
     def put(self, ready: int) -> bool:
-        """The packer's: note the ack of the export with this ``ready``. False where the page is full, or ``ready`` is 0, as
-        a word is before its first. Any thread."""
+        """The packer's: note the ack of the export with this ``ready``. Any thread may call it.
+
+        False where the page is full, or ``ready`` is 0, which a word holds before its first ack.
+        """
         with self._lock:
             if not ready or self._next - self._taken.value >= WORDS:
                 return False

@@ -1,6 +1,6 @@
-"""Which byte ranges of one block of memory are taken. Knows offsets only, never the memory itself.
+"""Which byte ranges of one block of memory are taken. It knows offsets only, never the memory itself.
 
-Used twice: by the pool (regions of a host segment) and by the worker's arena (slots of a device chunk).
+It is used twice: by the pool (regions of a host segment) and by the worker's arena (slots of a device chunk).
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
 class Extents:
     """First-fit ranges of ``[0, nbytes)``; neighbours coalesce when released. Not thread-safe: its owner locks.
 
-    Invariant: ``free_bytes + sum(taken) == nbytes``, and no two free ranges touch.
+    Invariant: the free ranges and the taken ones add up to ``nbytes``, and no two free ranges touch.
     """
 
     def __init__(self, nbytes: int) -> None:
         if nbytes <= 0 or nbytes % ALIGNMENT:
             raise ValueError(f"extents cover a positive multiple of {ALIGNMENT} bytes, not {nbytes}")
         self.nbytes = nbytes
-        self.free_bytes = nbytes
         self._free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, nbytes), sorted by offset
         self._taken: dict[int, int] = {}  # offset -> nbytes
 
@@ -40,14 +39,12 @@ class Extents:
                 else:
                     self._free[index] = (offset + wanted, available - wanted)
                 self._taken[offset] = wanted
-                self.free_bytes -= wanted
                 return offset
         return None
 
-    def release(self, offset: int) -> int:
-        """Give back the range that ``allocate`` returned; its size in bytes. KeyError if it is not taken."""
+    def release(self, offset: int) -> None:
+        """Give back the range that ``allocate`` returned. KeyError if it is not taken."""
         nbytes = self._taken.pop(offset)
-        self.free_bytes += nbytes
         index = bisect.bisect(self._free, (offset, 0))
         end = offset + nbytes
         if index < len(self._free) and self._free[index][0] == end:
@@ -56,7 +53,6 @@ class Extents:
             offset = self._free.pop(index - 1)[0]
             index -= 1
         self._free.insert(index, (offset, end - offset))
-        return nbytes
 
     @property
     def largest_free(self) -> int:

@@ -1,7 +1,7 @@
 """Shared host memory that has no name: sealed memfds, created or attached, mapped, and pre-faulted.
 
 Whoever holds a descriptor or a mapping keeps the pages; when the last process lets go, or dies, the kernel frees them.
-There is nothing to unlink.
+There is nothing to unlink. What is in the memory is never looked at here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from packer_service.errors import ProtocolError
 
-_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 32 << 20
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -65,7 +64,7 @@ def check_memfd(fd: int, nbytes: int) -> None:
 
 
 def map_pages(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
-    """mmap(2), which Python's own has no address for: where the pages are. OSError where the kernel refuses."""
+    """mmap(2) at an address, which Python's own cannot; where the pages are. OSError where the kernel refuses."""
     mapped = libc.mmap(address, nbytes, protection, flags, fd, offset)
     if mapped == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
@@ -75,8 +74,8 @@ def map_pages(address: int | None, nbytes: int, protection: int, flags: int, fd:
 def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of ``fd``, which may be closed then. The mapping lives for as long as anything looks into it.
 
-    ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python has memory of
-    nobody's, and with it all the care of who looks into it, and the memfd takes that memory's place.
+    ``mmap.mmap(fd, ...)`` would keep a duplicate of the descriptor for as long (before Python 3.13). So Python maps anonymous
+    memory, of which it knows who looks into it, and then the memfd is mapped in the place of that memory.
     """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     map_pages(address_of(mapping), nbytes, READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd)
@@ -84,7 +83,7 @@ def map_memfd(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where it starts in this process."""
+    """Where ``mapping`` starts in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
@@ -125,19 +124,18 @@ class SharedMemory:
             memory.fd = -1
         return memory
 
-    def populate(self, threads: int = 1, *, write: bool = True) -> None:
+    def populate(self, threads: int) -> None:
         """Fault every page in now, on ``threads`` threads, rather than one by one during a copy.
 
         Raises MemoryError where the kernel has no page to give (a cgroup limit); a kernel before 5.14 faults lazily.
         """
-        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
 
         def touch(offset: int) -> int:
             nbytes = min(_POPULATE_BYTES, self.nbytes - offset)
-            return 0 if not libc.madvise(self.address + offset, nbytes, advice) else ctypes.get_errno()
+            return 0 if not libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) else ctypes.get_errno()
 
         offsets = range(0, self.nbytes, _POPULATE_BYTES)
-        if threads == 1 or len(offsets) == 1:
+        if len(offsets) == 1:
             errors = {touch(offset) for offset in offsets}
         else:
             try:

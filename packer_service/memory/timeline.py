@@ -1,4 +1,4 @@
-"""The timeline page: one page of shared memory between a worker and its packer, with no lock and one writer a word.
+"""The timeline page: one page of shared memory between a worker and its packer, with no lock and one writer for each word.
 
     byte 0    counter      written by the worker's device (export n is complete), by a CPU only in the device's stead
     byte 64   generation   written by the worker: the number of its present connection
@@ -39,7 +39,7 @@ class TimelinePage:
         self._memory = memory
         self.address = memory.address
         self.nbytes = TIMELINE_BYTES
-        # Whole words, read and written by one instruction each. The counter is signed, as the device compares it.
+        # These are whole words, each read and written by one instruction. The counter is signed, as the device compares it.
         self._counter = ctypes.c_int64.from_buffer(memory.buffer, 0)
         self._generation = ctypes.c_uint64.from_buffer(memory.buffer, _GENERATION_AT)
         self._last = ctypes.c_int64.from_buffer(memory.buffer, _LAST_AT)

@@ -1,5 +1,7 @@
 """What the memory cgroups of this process allow: version 2, version 1, or both at once, as /proc/self/cgroup names them.
 
+It only reads. Each question reads files of the kernel anew, so it is never asked under a lock.
+
 Note [What counts as used]
 A cgroup's usage holds the pages of every file that one of its processes read, such as a model's weights. The kernel drops
 clean ones before it kills anybody, also those that it calls active because they were read twice; so they count as free. What
@@ -49,7 +51,7 @@ def memory_limit() -> int:
 
 
 def memory_left() -> int | None:
-    """Bytes that may be taken before the kernel kills a process of a cgroup of this one's, any of them; None: no limit."""
+    """Bytes that may be taken before the kernel kills some process of one of our cgroups. None where there is no limit."""
     return min((group.limit - _used(group) for group in _limited()), default=None)
 
 
@@ -65,7 +67,7 @@ def _limited() -> Iterator[_Group]:
         else:
             continue
         for each in (folder, *folder.parents):
-            text = _read(each / files.limit).strip()  # nothing: no cgroup, or another mount of them than ours
+            text = _read(each / files.limit).strip()  # empty where there is no cgroup, or they are mounted elsewhere
             if text.isdecimal():
                 yield _Group(each, files, int(text))
 
@@ -86,7 +88,7 @@ def _used(group: _Group) -> int:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel's, whatever bytes its names have; empty where there is none."""
+    """The text of a file of the kernel, whatever bytes the names in it have; empty where there is no such file."""
     try:
         return path.read_text(errors="surrogateescape")
     except OSError:

@@ -38,7 +38,8 @@ from packer_service.devices.host import HostDevice
 from packer_service.door import MAX_UNPROVEN
 from packer_service.errors import PackerError, PeerClosed, ProtocolError
 from packer_service.memory.memfd import SharedMemory, create_memfd
-from packer_service.pool.pool import Budget, Pool
+from packer_service.pool.budget import Budget
+from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.worker import MAX_CHUNKS, MAX_HOST_MEMFDS, WorkerSession
 from packer_service.wire import protocol
@@ -293,7 +294,7 @@ def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(er
         (answer, _) = worker.receive(DEADLINE_S)
         assert isinstance(answer, Nack)
         assert (answer.output, str(error) in answer.reason) == ("output", True)
-        wait_until(lambda: not pool.leased_bytes, "no region is out")
+        wait_until(lambda: not pool._regions, "no region is out")
         assert len(os.listdir("/proc/self/fd")) == before
         worker.close()
         thread.join(DEADLINE_S)

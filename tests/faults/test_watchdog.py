@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import subprocess
-import sys
 
 import pytest
-from packer_process import DEADLINE_S, MIB, Worker, running_packer, session, transfer, wait_until
+from packer_process import MIB, Worker, running_packer, session, transfer, wait_until
 
 from packer_service.memory.memfd import SharedMemory
 from packer_service.wire.protocol import MapChunk, UnmapChunk
@@ -79,55 +75,6 @@ def test_a_watchdog_that_once_could_not_look_goes_on(tmp_path, faults):
         with faults.active("copy"):
             send(worker, "stuck")
             assert packer.wait() == EXIT_HUNG
-
-
-@contextlib.contextmanager
-def full_pipe():
-    """A pipe that nobody reads: both ends, and what fills it up."""
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-
-    def fill() -> None:
-        flags = fcntl.fcntl(writer, fcntl.F_GETFL)
-        fcntl.fcntl(writer, fcntl.F_SETFL, flags | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(writer, b"x")
-        fcntl.fcntl(writer, fcntl.F_SETFL, flags)
-
-    try:
-        yield writer, fill
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-def test_a_packer_whose_log_nobody_reads_still_ends_of_a_stuck_copy(tmp_path, faults):
-    with (
-        full_pipe() as (log, fill),
-        running_packer(tmp_path / "run", hang_s=1, log_level="error", log_to=log) as packer,
-        session(packer) as (engine, worker),
-    ):
-        transfer(engine, worker)
-        fill()
-        with faults.active("copy"):
-            send(worker, "stuck")
-            assert packer.wait() == EXIT_HUNG
-
-
-def test_a_packer_ends_although_another_thread_holds_the_lock_of_its_log():
-    code = """
-import logging, threading, time
-from packer_service.server import Server
-handler = logging.StreamHandler()
-logging.getLogger().addHandler(handler)
-threading.Thread(target=lambda: (handler.acquire(), time.sleep(60)), daemon=True).start()
-while handler.lock.acquire(blocking=False):
-    handler.lock.release()
-    time.sleep(0.001)
-Server.__new__(Server)._die("a test says so")
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, check=False).returncode == EXIT_HUNG
 
 
 def test_a_wait_for_the_pool_is_no_call_to_the_device(tmp_path):

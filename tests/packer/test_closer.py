@@ -116,7 +116,7 @@ def test_when_the_process_is_about_to_end_nobody_waits_for_a_close(closer):
     waiting.start()
     assert not closed.wait(0.5)
     assert waiting.is_alive()
-    closer.leave()
+    closer.hurry()
     waiting.join(DEADLINE_S)
     assert drained == [False]
     assert not closer.drain()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packer_service.devices import affinity, cuda
+from packer_service.devices import affinity, driver
 
 GPU, SLICE = bytes(range(16)), bytes(range(16, 32))
 
@@ -33,9 +33,9 @@ def test_slices_of_one_gpu_are_told_apart_alike_by_every_release_of_cuda_binding
     old = types.SimpleNamespace(cuDeviceGetUuid=answers(GPU), cuDeviceGetUuid_v2=answers(SLICE))
     new = types.SimpleNamespace(cuDeviceGetUuid=answers(SLICE))
     seen = []
-    for driver in (old, new):
-        monkeypatch.setattr(cuda, "driver", driver)
-        seen.append(cuda.device_uuid(0))
+    for release in (old, new):
+        monkeypatch.setattr(driver, "driver", release)
+        seen.append(driver.device_uuid(0))
     assert seen == ["GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"] * 2
 
 

@@ -202,9 +202,9 @@ def test_of_two_packers_the_last_to_leave_removes_the_directory(base):
     engine = RunDirectory.make(bases())
     first, second = hold(engine.path), hold(engine.path)
     for one in (first, engine):
-        one.leave()
+        one.release()
         assert os.path.exists(engine.path)
-    second.leave()
+    second.release()
     assert list(base.iterdir()) == []
 
 

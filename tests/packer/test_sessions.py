@@ -992,7 +992,7 @@ def test_a_worker_of_the_same_pid_in_another_namespace_is_told_why_cuda_would_re
     hello = protocol.Hello(protocol.VERSION, "worker", "session-1", bytes(32), bytes(32), "host", os.getpid())
     with contextlib.closing(Server(settings, b"k" * 32)) as server, monkeypatch.context() as patch:
         patch.setattr(server.device, "kind", "cuda")
-        patch.setitem(server._engines, "session-1", object())
+        patch.setitem(server._peers._engines, "session-1", object())
         peer = object()
         patch.setitem(server._door._unproven, peer, hello.pid)
         with pytest.raises(HandshakeError, match="share the pid namespace"):

@@ -152,7 +152,7 @@ class Supervisor:
                 logger.error("packer %d did not stop within %g s and is killed", process.pid, _STOP_GRACE_S)
                 _kill(process)
         self.packers.clear()
-        self._directory.leave()
+        self._directory.release()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

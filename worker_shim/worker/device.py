@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from packer_service.devices import cuda
-from packer_service.devices.cuda import call, driver, handle_bytes
+from packer_service.devices.driver import call, context_failure, device_uuid, driver, handle_bytes
 from packer_service.errors import DeviceError
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TimelinePage
@@ -226,7 +225,7 @@ class CudaExportDevice:
         self._handle = call(driver.cuDeviceGet, index)
         self._context = call(driver.cuDevicePrimaryCtxRetain, self._handle)
         call(driver.cuCtxSetCurrent, self._context)
-        self.uuid = cuda.device_uuid(self._handle)
+        self.uuid = device_uuid(self._handle)
         self.timeline = TimelinePage.create()
         call(driver.cuMemHostRegister, self.timeline.address, self.timeline.nbytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
         self._pointer = int(call(driver.cuMemHostGetDevicePointer, self.timeline.address, 0))
@@ -310,7 +309,7 @@ class CudaExportDevice:
         return self.timeline.counter >= value
 
     def failure(self) -> str:
-        return cuda.context_failure(self._side_stream.cuda_stream)
+        return context_failure(self._side_stream.cuda_stream)
 
     @contextmanager
     def after(self, value: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packer_service.devices import base, calls, cuda, host
-from packer_service.devices.cuda import call, driver
+from packer_service.devices.driver import call, driver
 from packer_service.errors import DeviceBusy, DeviceError
 from packer_service.memory import ack_page, memfd
 from packer_service.wire import protocol
@@ -44,7 +44,7 @@ def install() -> None:
     host.HostStream.record = _hanging("submission", host.HostStream.record)  # type: ignore[method-assign]
     host.HostStream.wait_event = _wait_event  # type: ignore[method-assign]
     host.HostDevice.open_chunk = _hanging("import", host.HostDevice.open_chunk)  # type: ignore[method-assign]
-    host.HostChunk.close = _close_arena  # type: ignore[method-assign]
+    host.ImportedHostChunk.close = _close_arena  # type: ignore[method-assign]
     calls.Watch.stuck = _failing("look", RuntimeError("injected"), calls.Watch.stuck)  # type: ignore[method-assign]
     host.HostDevice.failure = lambda self: _failure()  # type: ignore[method-assign]
     host.HostTimeline.wait = _wait_timeline  # type: ignore[method-assign]
