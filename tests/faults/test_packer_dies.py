@@ -241,12 +241,12 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
             kill(kept, signal.SIGKILL)
             # pending and new ones: vllm-omni's own path
             reasons = worker.wait_handed_back(len(pending) - (f"{1} text" in kept.got))
-            assert all("packer is gone" in reason for reason in reasons.values())
+            assert all("does not come back" in reason for reason in reasons.values())
             buffer = torch.ones(FLOATS)
             worker.send([buffer], "new")
             buffer.fill_(2)  # as the next forward of a pipeline that uses it again
             pending["new"] = [torch.ones(FLOATS)]
-            assert "packer is gone" in worker.wait_handed_back(len(reasons) + 1)["new"]
+            assert "does not come back" in worker.wait_handed_back(len(reasons) + 1)["new"]
         for staged, _ in worker.handed_back:
             assert_same(worker.exporter.rebuild(staged), pending[staged.output_id])
             worker.exporter.release(staged)
@@ -259,8 +259,10 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
         for output_id, output in again.items():
             worker.send(output, output_id)
         assert_delivered(kept, worker, again)
-    assert len([line for line in log if "does not come back" in line]) == 1, log
-    assert len([line for line in log if line.startswith("outputs take vllm-omni's own path")]) == 1, log
+    # once by the engine and once by the worker, which are one process here
+    said = [line for line in log if "does not come back" in line and "still" not in line]
+    assert len(said) == 2, log
+    assert all(line.startswith("outputs take vllm-omni's own path") for line in said), log
 
 
 def test_a_packer_that_comes_up_on_another_device_is_killed_and_not_used(faults, tmp_path, monkeypatch):

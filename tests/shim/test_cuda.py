@@ -64,7 +64,7 @@ class Link:
         self.handed_back: dict[str, str] = {}
         session = secrets.token_hex(8)
         channel, _ = handshake.connect(packer.socket, packer.key, "engine", session)
-        self.receiver = Receiver(Connection(channel, DEADLINE_S), MAC_KEY, Delivered())
+        self.receiver = Receiver(Connection(channel, 20.0), MAC_KEY, Delivered())
         chosen = Settings.load(settings)
         self.exporter = Exporter(
             chosen,
@@ -435,7 +435,7 @@ def test_a_killed_workers_complete_output_arrives_its_other_one_fails_and_the_de
     free = torch.cuda.mem_get_info()[0]
     session = secrets.token_hex(8)
     channel, _ = handshake.connect(packer.socket, packer.key, "engine", session)
-    with contextlib.closing(Receiver(Connection(channel, DEADLINE_S), MAC_KEY, Delivered())) as receiver:
+    with contextlib.closing(Receiver(Connection(channel, 20.0), MAC_KEY, Delivered())) as receiver:
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
         child = context.Process(target=_worker_that_dies, args=(packer.socket, packer.key, session, theirs))
@@ -473,7 +473,7 @@ def _stage_with_expandable_segments(socket: str, key: bytes, session: str, conne
 def test_with_expandable_segments_outputs_are_staged_and_one_beyond_the_arena_is_declined(packer: Packer) -> None:
     session = secrets.token_hex(8)
     channel, _ = handshake.connect(packer.socket, packer.key, "engine", session)
-    with contextlib.closing(Receiver(Connection(channel, DEADLINE_S), MAC_KEY, Delivered())) as receiver:
+    with contextlib.closing(Receiver(Connection(channel, 20.0), MAC_KEY, Delivered())) as receiver:
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
         child = context.Process(

@@ -33,9 +33,9 @@ from packer_service.errors import ProtocolError
 from packer_service.memory.extents import align
 from packer_service.memory.memfd import SharedMemory, address_of, check_memfd, map_memfd
 from packer_service.wire.protocol import MAX_PIECES, Lease, MapSegment, Release
+from worker_shim.connection import Connection
 from worker_shim.engine import fork
 from worker_shim.engine.fork import Child
-from worker_shim.connection import Connection
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)

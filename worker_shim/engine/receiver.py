@@ -26,8 +26,8 @@ from packer_service.errors import DescriptorLost, PackerError, PeerClosed
 from packer_service.wire import protocol
 from packer_service.wire.channel import close_fds
 from packer_service.wire.protocol import Body, Lease, OutputComing, OutputGone, OutputReady
-from worker_shim.engine.leases import LeaseBook, map_host_arrays
 from worker_shim.connection import Connection
+from worker_shim.engine.leases import LeaseBook, map_host_arrays
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
 from worker_shim.outputs.skeleton import ArraySpec

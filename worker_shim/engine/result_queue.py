@@ -15,9 +15,9 @@ from typing import Any
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
+from worker_shim.connection import Connection
 from worker_shim.engine.leases import LeaseBook
 from worker_shim.engine.receiver import Delivered, Received, Receiver
-from worker_shim.connection import Connection
 from worker_shim.link import Packet
 
 _QUIET_S = 0.05
