@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from engine_checks import DEADLINE_S, Residue, assert_same, nothing_kept, outputs, packer_engine, run
 from engine_harness import BATCH, STEP, STREAM, RunningEngine
+from engine_load import pump_held
 from packer_process import wait_until
-from test_engine_faults import pump_held
 
 pytestmark = pytest.mark.engine
 

@@ -25,8 +25,7 @@ from engine_checks import (
     packer_engine,
 )
 from engine_harness import RunningEngine, engine
-from packer_process import wait_until
-from test_engine_faults import stopped
+from packer_process import stopped, wait_until
 
 pytestmark = [
     pytest.mark.engine,

@@ -38,16 +38,10 @@ from packer_service.wire.protocol import Ack, Release
 torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
 
+from any_output import OUTPUTS, content, nested, no_garbage_collection, tensors  # noqa: E402
+from bit_for_bit import assert_same, assert_same_tensor  # noqa: E402
 from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide, working  # noqa: E402
-from test_skeleton import (  # noqa: E402
-    OUTPUTS,
-    assert_same,
-    assert_same_tensor,
-    content,
-    nested,
-    no_garbage_collection,
-    tensors,
-)
+from stalling_device import Failing, Stalling  # noqa: E402
 
 from worker_shim.engine import receiver  # noqa: E402
 from worker_shim.engine.receiver import Delivered  # noqa: E402
@@ -1207,30 +1201,6 @@ def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, en
             assert other.answer() == Ack(output)
     assert [engine.next().output_id, engine.next().output_id] == ["twice", "last"]
     engine.wait_no_lease()
-
-
-class Stalling(HostExportDevice):
-    """A device that stops getting on when told: what is staged from then on is never complete."""
-
-    stalled = False
-
-    def signal(self) -> Signal:
-        if not self.stalled:
-            return super().signal()
-        self._value += 1
-        return Signal(self._value)
-
-
-class Failing(Stalling):
-    """A device that says why no signal will come any more."""
-
-    why = ""
-
-    def reached(self, value: int) -> bool:
-        return value <= self.timeline.counter
-
-    def failure(self) -> str:
-        return self.why
 
 
 def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
