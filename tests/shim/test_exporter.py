@@ -52,6 +52,7 @@ from test_skeleton import (  # noqa: E402
 from worker_shim.engine import receiver  # noqa: E402
 from worker_shim.engine.receiver import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
+from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
 from worker_shim.worker.device import HostExportDevice, Signal  # noqa: E402
 
 
@@ -1172,12 +1173,12 @@ def test_a_skeleton_with_a_wrong_mac_is_not_unpickled_and_fails_alone(packer, en
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (skeleton.ArraySpec("torch", "float32", (1000,), 4000, 0, 96), "does not lie inside lease"),
-        (skeleton.ArraySpec("torch", "float32", (1,), 4, 0, -4), ""),
-        (skeleton.ArraySpec("torch", "float32", (1,), 4, 7, 0), ""),
-        (skeleton.ArraySpec("torch", "float32", (99,), 4, 0, 0), ""),
-        (skeleton.ArraySpec("torch", "no_dtype", (1,), 4, 0, 0), ""),
-        (skeleton.ArraySpec("numpy", "f4", (1,), 4, -1, 1 << 40), ""),
+        (ArraySpec("torch", "float32", (1000,), 4000, 0, 96), "does not lie inside lease"),
+        (ArraySpec("torch", "float32", (1,), 4, 0, -4), ""),
+        (ArraySpec("torch", "float32", (1,), 4, 7, 0), ""),
+        (ArraySpec("torch", "float32", (99,), 4, 0, 0), ""),
+        (ArraySpec("torch", "no_dtype", (1,), 4, 0, 0), ""),
+        (ArraySpec("numpy", "f4", (1,), 4, -1, 1 << 40), ""),
     ],
     ids=["beyond its lease", "before its lease", "another piece", "more than its bytes", "no dtype", "no host memory"],
 )

@@ -165,7 +165,7 @@ def test_the_size_of_an_output_is_that_of_its_tensors_also_in_a_batch_and_in_med
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-    from worker_shim.outputs.skeleton import tensors_nbytes
+    from worker_shim.outputs.survey import tensors_nbytes
 
     plain = DiffusionOutput(output={"image": torch.zeros(10), "text": "long" * 100}, trajectory_latents=torch.zeros(5))
     assert tensors_nbytes(plain) == 60
@@ -213,10 +213,10 @@ def test_media_that_vllm_omni_would_not_pack_or_unpack_fail_their_request(fields
 def test_the_array_of_typed_media_is_staged_and_not_pickled():
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    from worker_shim.outputs import skeleton
+    from worker_shim.outputs.survey import survey
 
     output = DiffusionOutput(media=media())
-    (tensor,) = skeleton.find_tensors(output, lambda tensor: True)
+    (tensor,) = survey(output, lambda tensor: True).tensors
     assert tensor is output.media.video.tensor
 
 

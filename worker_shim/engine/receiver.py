@@ -30,7 +30,7 @@ from worker_shim.engine.leases import LeaseBook, map_host_arrays
 from worker_shim.heartbeat import Heartbeat
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
-from worker_shim.outputs.skeleton import ArraySpec
+from worker_shim.outputs.arrays import ArraySpec, tensor_over
 
 logger = get_logger(__name__)
 
@@ -291,7 +291,7 @@ class Receiver:
                 arrays[piece, offset] = array
 
         def find_staged(spec: ArraySpec) -> torch.Tensor:
-            return skeleton.tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
+            return tensor_over(arrays.get((spec.piece, spec.offset), _EMPTY), spec)
 
         return skeleton.load(specs, pickled, find_staged, host)
 

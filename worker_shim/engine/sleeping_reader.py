@@ -4,7 +4,7 @@ Note [A result pump that does not spin]
 For a second after each message vLLM's reader looks at the shared memory again and again, with a ``sched_yield`` between two
 looks. The pump of a worker's queue thereby polls all the time that an engine works, and every other thread, the pump of the
 packer first, has to win the GIL back from it after each call that let go (see Note [Waiting for the GIL] in
-worker_shim.outputs.skeleton). Here it sleeps between two looks instead, for about 0.1 ms, so the GIL is nearly always free.
+worker_shim.outputs.arrays). Here it sleeps between two looks instead, for about 0.1 ms, so the GIL is nearly always free.
 
 Not looking at all, and waiting for the writer's notification, would lose messages until the next timeout: its socket has room
 for one (SNDHWM 1), the writer learns only now and then that the reader took the last one, and drops what finds no room. A
