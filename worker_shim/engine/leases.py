@@ -19,6 +19,7 @@ A forked child keeps the leases that it inherits: see Note [What a forked child 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -71,7 +72,8 @@ class _Out:
             try:
                 self.make_private()
             except OSError as error:
-                logger.error("a forked child and its parent share an output, and see what the other writes: %s", error)
+                message = "a forked child and its parent share an output, and see what the other writes: %s"
+                fork.log_after_fork(logging.ERROR, message, error)
         self.children = [child, *(older for older in self.children if older.lives())]
 
     @property
