@@ -229,7 +229,8 @@ def _cycles_per_second() -> float:
 @contextlib.contextmanager
 def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
     from packer_service.wire import handshake
-    from worker_shim.engine.receiver import Delivered, Receiver
+    from worker_shim.engine.delivered import Delivered
+    from worker_shim.engine.receiver import Receiver
     from worker_shim.worker.device import open_export_device
     from worker_shim.worker.exporter import Exporter
 

@@ -61,10 +61,11 @@ def measure(plan: Plan) -> Iterator[list[dict[str, Any]]]:
 def _time_engine(engine: Stopwatch) -> None:
     from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 
+    from worker_shim.engine.assembly import Assembler
     from worker_shim.engine.receiver import Receiver
 
     engine.time(Receiver, "_take", "take a message of the packer")
-    engine.time(Receiver, "_assemble", "put the output together")
+    engine.time(Assembler, "assemble", "put the output together")
     engine.time(MultiprocDiffusionExecutor, "_finish_output", "hand it to whoever waits (vllm-omni)")
 
 

@@ -21,7 +21,8 @@ from packer_process import Packer, running_packer, wait_until
 
 from packer_service.config import Settings
 from packer_service.wire import handshake
-from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 

@@ -114,7 +114,7 @@ def test_an_error_from_a_worker_is_replaced_by_nothing_and_no_part_of_a_step_is_
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-    from worker_shim.engine.placeholders import in_reply, replace_in_reply
+    from worker_shim.outputs.replies import in_reply, replace_in_reply
 
     final, error = DiffusionOutput(output=torch.ones(2)), DiffusionOutput(error="no")
     step = BatchRunnerOutput.from_list(
@@ -201,7 +201,7 @@ def media(*, prepared: bool = True, channels: int = 3) -> Any:
 def test_media_that_vllm_omni_would_not_pack_or_unpack_fail_their_request(fields, message):
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    from worker_shim.engine.executor import check_media
+    from worker_shim.outputs.media import check_media
 
     check_media(DiffusionOutput(media=media()))
     output = DiffusionOutput(media=media(**fields["media"]))
@@ -232,7 +232,7 @@ def test_every_watched_id_of_ten_thousand_is_dropped_or_taken(unclaimed, dropped
 
 
 def test_an_error_that_somebody_keeps_keeps_no_executor_in_a_cycle():
-    from worker_shim.engine.executor import without_frames
+    from worker_shim.engine.pump import without_frames
 
     class Executor:
         pass

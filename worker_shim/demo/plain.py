@@ -11,7 +11,8 @@ from typing import Any
 
 from packer_service.config import Settings
 from packer_service.wire import handshake
-from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 from worker_shim.engine.supervisor import Supervisor
 
 _TIMEOUT_S = 120.0
