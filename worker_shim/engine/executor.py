@@ -132,9 +132,9 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        from worker_shim.engine.sleeping_reader import read_patiently  # imports what compat.py had to find first
+        from worker_shim.engine.sleeping_reader import sleep_between_looks  # imports what compat.py had to find first
 
-        read_patiently(own)
+        sleep_between_looks(own)
         if self.od_config.step_execution:  # only replies come this way
             return own
         return OnceQueue(own, self._delivered)

@@ -21,7 +21,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 _LOOK_S = 50e-6  # and the kernel's timer slack, which is as much again
 
 
-class PatientCondition(SpinCondition):
+class SleepingCondition(SpinCondition):
     """How a reader waits: as vLLM's does, except for what it does between two looks."""
 
     def wait(self, timeout_ms: int | None = None) -> None:
@@ -31,8 +31,8 @@ class PatientCondition(SpinCondition):
             super().wait(timeout_ms)
 
 
-def read_patiently(result_mq: Any) -> None:
-    """Have the reader of ``result_mq`` wait patiently from now on. One that is not in shared memory stays as it is."""
+def sleep_between_looks(result_mq: Any) -> None:
+    """Have the reader of ``result_mq`` sleep from now on. One that is not in shared memory stays as it is."""
     condition = getattr(result_mq, "_spin_condition", None)
     if type(condition) is SpinCondition:
-        condition.__class__ = PatientCondition  # not a method of the instance: that would be a reference cycle
+        condition.__class__ = SleepingCondition  # not a method of the instance: that would be a reference cycle
