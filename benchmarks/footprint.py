@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.harness import MIB, arguments, device, is_quick, say, table
-from worker_shim.synthetic.figures import percentile
+from worker_shim.synthetic.percentile import percentile
 
 SECONDS = 30.0
 _WAITING_S = 6.0
