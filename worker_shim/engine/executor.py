@@ -1,5 +1,8 @@
 """PackerDiffusionExecutor: the drop-in. vllm-omni's multi-process executor, whose worker outputs come from packers.
 
+Here is what of vllm-omni is overridden, and why. What the executor has besides (packers, placeholders, the late queue) is
+elsewhere and knows nothing of it.
+
 Note [What starts when, and what ends it]
 start   packers (managed) or connections (sidecar, waited for) -> engine sessions -> workers, which
         join the session and probe -> pumps. Whatever fails before the workers means vllm-omni's own path, or a refusal.

@@ -4,8 +4,8 @@ Note [What a forked child inherits]
 Memory that fork copies is each side's own from then on, and an output is to be no different. But the pool is shared memory,
 which fork shares. So no child inherits it (MADV_DONTFORK), except for the leases that are out: before a fork their pages are
 mapped privately instead, in this process too. The bytes stay the same and nothing is copied; whoever writes to a page, here
-or in a child, gets a copy of it, which the kernel makes. That leaves the packer, which writes to the memory itself once a
-lease is back: a lease waits for every process that inherited it, and its pages are shared again before it goes back.
+or in a child, gets a copy of it, which the kernel makes. The packer alone is left, which writes to the memory itself once
+a lease is back: a lease waits for every process that inherited it, and its pages are shared again before it goes back.
 
 Whether such a process lives is asked of the kernel, too: each fork has a page of its own, mapped for the child alone, whose
 open file holds a lock. A mapping keeps an open file, so the lock is there until the child, and each child that it forks, has

@@ -3,10 +3,11 @@
 Each runs the ``packer_service`` that this process imported, with the environment that this process had when its executor
 started, and listens in the executor's run directory.
 
+Note [A fork beside a start]
 A process that another thread forks in the milliseconds of a start has copies of the pipes that are open then, Popen's own
 included, until it ends or becomes another program (all are O_CLOEXEC). Such a start may take as long as that process lives.
-Only a lock could keep forks out, held while a process starts: it is left at that, and ``stop`` waits for such a
-start no longer than for a packer that does not end.
+Only a lock that is held while a process starts could keep forks out, and every fork of the engine would wait for it. So
+nothing keeps them out, and ``stop`` waits for such a start no longer than for a packer that does not end.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Supervisor:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """Wait ``grace_s`` for it to end, then kill it. Its exit code; None for one that its driver holds, which is left."""
+    """Wait ``grace_s`` for it to end, then kill it. Its exit code; None for one that its driver holds a while longer."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
     if grace_s:
