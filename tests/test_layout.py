@@ -1,4 +1,4 @@
-"""How the two packages are laid out: no cycles, and who may import whom."""
+"""How the two packages are laid out: short files, no cycles, and who may import whom."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("packer_service", "worker_shim")
+MOST_LINES = 400
 
 # What both sides of a connection share. Whatever else is in packer_service is the packer's own.
 SHARED = (
@@ -54,6 +57,12 @@ def _imported(node: ast.AST, top_level: bool) -> Iterator[str]:
 
 def _for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_does_so_much_that_it_is_long(package):
+    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if name.startswith(package)}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_no_modules_import_each_other():
