@@ -237,7 +237,7 @@ def test_what_is_pending_says_how_far_the_packer_is_with_it(clean):
 def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(running, monkeypatch, caplog):
     """The last test of each engine, which does not survive it: ``running`` sees that nothing is left."""
     # Pytest keeps what is logged, and a record of the traceback would keep the output.
-    caplog.set_level(logging.CRITICAL, logger="vllm.worker_shim.engine.executor")
+    caplog.set_level(logging.CRITICAL, logger="vllm.worker_shim.engine.pump")
     failed = threading.Event()
     running.executor.register_failure_callback(failed.set)
 

@@ -178,7 +178,7 @@ def test_a_packer_killed_under_load_costs_no_request_and_leaves_nothing(pipeline
             stop(packer)
             # The packer dies with a message of the engine's unread: the kernel then reports a reset before what it sent.
             del dropped
-            connection = running.executor._keepers[0].queue._receiver._channel._socket
+            connection = running.executor._packers.keepers[0].queue._receiver._channel._socket
             wait_until(lambda: gc.collect() >= 0 and unread_by_peer(connection) > 0, "a lease is on its way back")
             in_the_packer = submit(running, *requests[12:16])
             wait_computed(running, 8)

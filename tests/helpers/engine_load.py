@@ -35,7 +35,7 @@ def wait_computed(running: RunningEngine, number: int) -> None:
 @contextlib.contextmanager
 def pump_held(running: RunningEngine) -> Iterator[None]:
     """The pump reads nothing from the packer meanwhile: what comes stays in the connection."""
-    (keeper,) = running.executor._keepers
+    (keeper,) = running.executor._packers.keepers
     queue = keeper.queue
     dequeue, held, inside = queue.dequeue, threading.Event(), threading.Event()
 

@@ -23,7 +23,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from worker_shim.outputs import skeleton
-from worker_shim.outputs.skeleton import ARRAY_ALIGNMENT, INLINE_BYTES
+from worker_shim.outputs.arrays import (
+    ARRAY_ALIGNMENT,
+    INLINE_BYTES,
+    ArraySpec,
+    Place,
+    flat_bytes,
+    tensor_from_bytes,
+    tensor_over,
+)
+from worker_shim.outputs.survey import survey, tensors_nbytes
 from worker_shim.worker.exporter import OWN_PIECE_BYTES, plan
 
 torch = pytest.importorskip("torch")
@@ -56,21 +65,21 @@ pytestmark = [
 
 def through(output: object, *, staged: bool) -> Any:
     """``output`` dumped, its bytes copied to fresh memory as a packer would, and loaded."""
-    tensors, _, yielding = skeleton.survey(output, lambda tensor: staged)
+    tensors, _, yielding = survey(output, lambda tensor: staged)
     places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
     pieces = [bytearray(size) for size in sizes]
     for tensor, place in zip(tensors, places, strict=True):
-        flat = skeleton.flat_bytes(tensor).numpy()
+        flat = flat_bytes(tensor).numpy()
         pieces[place.piece][place.offset : place.offset + flat.nbytes] = flat.tobytes()
     payload, host = skeleton.dump(output, list(zip(tensors, places, strict=True)), lambda tensor: tensor, yielding)
     buffer = bytearray(host.nbytes)
     host.write_into(buffer)
     specs, pickled = skeleton.array_specs(payload)
 
-    def tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+    def tensor(spec: ArraySpec) -> torch.Tensor:
         flat = np.frombuffer(pieces[spec.piece], np.uint8, spec.nbytes, spec.offset)
-        got = skeleton.tensor_over(flat, spec)
-        assert_same_tensor(skeleton.tensor_from_bytes(torch.from_numpy(flat), spec), got)
+        got = tensor_over(flat, spec)
+        assert_same_tensor(tensor_from_bytes(torch.from_numpy(flat), spec), got)
         return got
 
     return skeleton.load(specs, pickled, tensor, buffer)
@@ -182,9 +191,7 @@ def test_a_tensor_over_an_array_keeps_that_array_and_has_a_storage_of_its_bytes(
     buffer = bytearray(4096)
     flat = np.frombuffer(buffer, np.uint8, 6 * dtype.itemsize, 512)
     alive = weakref.ref(flat)
-    tensor = skeleton.tensor_over(
-        flat, skeleton.ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes)
-    )
+    tensor = tensor_over(flat, ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes))
     del flat
     assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, shape, True)
     assert tensor.untyped_storage().nbytes() == 6 * dtype.itemsize
@@ -317,9 +324,9 @@ def test_any_nesting_of_containers_and_dataclasses_arrives_as_it_was(staged, out
 @PROPERTY
 @given(output=OUTPUTS)
 def test_what_is_found_is_each_tensor_once(output):
-    found = skeleton.find_tensors(output, lambda tensor: True)
+    found = survey(output, lambda tensor: True).tensors
     assert len({id(tensor) for tensor in found}) == len(found)
-    again = skeleton.find_tensors([output, output], lambda tensor: True)
+    again = survey([output, output], lambda tensor: True).tensors
     assert [id(tensor) for tensor in again] == [id(tensor) for tensor in found]
 
 
@@ -331,7 +338,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
         "pair": Pair(Frozen(named["e"]), named["f"]),
         "other": [np.zeros(3), "text", None, Media, named["g"]],
     }
-    found = skeleton.find_tensors(output, lambda tensor: tensor.numel() != 2)
+    found = survey(output, lambda tensor: tensor.numel() != 2).tensors
     assert [tensor.numel() for tensor in found] == [1, 3, 4, 5, 6, 7]
 
 
@@ -343,7 +350,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
         ([Reduced.RED], False),
         ([torch.zeros(5) for _ in range(10)], True),
         ([torch.zeros(5) for _ in range(100)], False),
-        (torch.zeros(skeleton.INLINE_BYTES // 4 + 1), False),
+        (torch.zeros(INLINE_BYTES // 4 + 1), False),
         (torch.zeros(5, device="meta"), False),
         (torch.zeros(5).to_sparse(), False),
         (functools.reduce(lambda inner, _: [inner], range(13), 1.0), False),
@@ -363,7 +370,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
     ],
 )
 def test_what_of_the_host_is_plain(output, plain):
-    assert skeleton.survey(output, lambda tensor: False).plain is plain
+    assert survey(output, lambda tensor: False).plain is plain
 
 
 @dataclasses.dataclass
@@ -374,7 +381,7 @@ class Making(Slotted):
 
 
 def test_a_container_that_was_made_for_one_look_does_not_pass_for_the_next():
-    assert len(skeleton.find_tensors([Making(0) for _ in range(5)], lambda tensor: True)) == 5
+    assert len(survey([Making(0) for _ in range(5)], lambda tensor: True).tensors) == 5
 
 
 def test_a_tensor_where_nobody_looks_still_arrives():
@@ -405,7 +412,7 @@ def test_what_cannot_be_pickled_raises_what_pickling_raises():
 def test_only_tensors_that_are_not_staged_are_brought_to_the_host():
     here, there = content(torch.float32, (10,)), content(torch.float32, (10,), seed=1)
     brought = []
-    skeleton.dump([here, there], [(there, skeleton.Place(0, 0))], lambda t: brought.append(t) or t)
+    skeleton.dump([here, there], [(there, Place(0, 0))], lambda t: brought.append(t) or t)
     assert len(brought) == 1
     assert brought[0] is here
 
@@ -433,8 +440,8 @@ def test_a_mac_depends_on_key_output_and_payload():
 def test_nothing_keeps_the_arrays_of_an_output_once_they_were_found():
     output, references = nested()
     with no_garbage_collection():
-        assert len(skeleton.find_tensors(output, lambda tensor: True)) == 2
-        assert skeleton.tensors_nbytes(output) > 0
+        assert len(survey(output, lambda tensor: True).tensors) == 2
+        assert tensors_nbytes(output) > 0
         del output
         assert [reference() for reference in references] == [None] * 3
 

@@ -11,7 +11,7 @@ from packer_service.errors import PackerError, PackerUnavailable
 from packer_service.wire import handshake
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import Welcome
-from worker_shim.engine.receiver import Delivered
+from worker_shim.engine.delivered import Delivered
 from worker_shim.engine.result_queue import PackerResultQueue
 from worker_shim.log import get_logger
 from worker_shim.restarts import Arrival, RestartBudget, Retries
