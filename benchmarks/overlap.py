@@ -33,7 +33,7 @@ from benchmarks.harness import (
     table,
 )
 from worker_shim.synthetic.engine import STEP, STREAM
-from worker_shim.synthetic.figures import percentile
+from worker_shim.synthetic.percentile import percentile
 
 SECONDS = 60.0
 PIPELINE = "benchmarks.step_pipeline.StepPipeline"

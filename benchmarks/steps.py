@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks import machine, stopwatch
 from benchmarks.harness import MIB, ROOT, Side, arguments, is_quick, open_sides, say, set_up, settings_in_force, table
 from benchmarks.stopwatch import ENTERED, Call, Stopwatch
-from worker_shim.synthetic.figures import percentile
+from worker_shim.synthetic.percentile import percentile
 
 PIPELINE = "benchmarks.steps_pipeline.SteppedPipeline"
 _WARM_UP = 8
@@ -61,10 +61,11 @@ def measure(plan: Plan) -> Iterator[list[dict[str, Any]]]:
 def _time_engine(engine: Stopwatch) -> None:
     from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 
+    from worker_shim.engine.assembly import Assembler
     from worker_shim.engine.receiver import Receiver
 
     engine.time(Receiver, "_take", "take a message of the packer")
-    engine.time(Receiver, "_assemble", "put the output together")
+    engine.time(Assembler, "assemble", "put the output together")
     engine.time(MultiprocDiffusionExecutor, "_finish_output", "hand it to whoever waits (vllm-omni)")
 
 

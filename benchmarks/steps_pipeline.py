@@ -9,7 +9,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 from benchmarks.pipelines import BenchmarkPipeline
 from benchmarks.stopwatch import ENTERED, Stopwatch
 from worker_shim import link
-from worker_shim.outputs import skeleton
+from worker_shim.outputs import survey
 from worker_shim.worker.arena import Arena
 from worker_shim.worker.exporter import Exporter
 
@@ -20,7 +20,7 @@ class SteppedPipeline(BenchmarkPipeline):
     def __init__(self, *, od_config: Any) -> None:
         super().__init__(od_config=od_config)
         stopwatch, proc = Stopwatch("worker"), diffusion_worker.WorkerProc
-        stopwatch.time(skeleton, "survey", "find the tensors")
+        stopwatch.time(survey, "survey", "find the tensors")
         stopwatch.time(Arena, "allocate", "allocate slots")
         stopwatch.time(link.Link, "post", "send a message to the packer")
         stopwatch.time(Exporter, "stage", "stage: tell the packer, copy, signal")

@@ -34,10 +34,9 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, f"{Path(__file__).resolve().parent}/helpers")  # as pytest does it
-sys.path.insert(0, f"{Path(__file__).resolve().parent}/packer")
 
 from packer_process import DEADLINE_S, MIB, Packer, running_packer, session, transfer, wait_until
-from test_protocol import MESSAGES
+from wire_messages import MESSAGES
 
 from benchmarks import machine
 from packer_service.errors import PackerError, PeerClosed, ProtocolError

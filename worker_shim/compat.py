@@ -131,11 +131,16 @@ class Found:
 
 
 def check(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = HOOKS) -> Found:
-    """Compare the installed vllm-omni with what we rely on. Never raises."""
+    """Compare the installed vllm-omni with what we rely on. Whatever it is like, this raises nothing of its."""
     try:
-        version = importlib.metadata.version("vllm-omni")
-    except importlib.metadata.PackageNotFoundError:
-        return Found("", ["vllm-omni is not installed: pip install 'packer-service[vllm]'"], [])
+        version = str(importlib.metadata.version("vllm-omni"))  # None where what was installed does not say
+    except Exception as error:
+        why = (
+            "is not installed"
+            if isinstance(error, importlib.metadata.PackageNotFoundError)
+            else f"is broken ({error!r})"
+        )
+        return Found("", [f"vllm-omni {why}: pip install 'packer-service[vllm]'"], [])
     missing, changed = [], []
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         missing.append(f"vllm-omni is {version}; supported is {', '.join(f'{release}.*' for release in SUPPORTED)}")
@@ -143,7 +148,7 @@ def check(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = HOOK
         try:
             target = _find(where)
             absent = _absent(target, parameters, names)
-        except Exception as error:  # whatever an import of another release meets
+        except (Exception, SystemExit) as error:  # whatever an import of another release meets
             missing.append(f"{where} is not there ({type(error).__name__}: {error})")
             continue
         if absent:
@@ -168,10 +173,10 @@ def _absent(target: Any, parameters: tuple[str, ...], names: tuple[str, ...]) ->
 
 
 def digest(function: types.FunctionType) -> str:
-    """Of its source without indentation, blank lines and whole-line comments, on any Python; "" where it has no source."""
+    """Of its source without indentation, blank lines and whole-line comments, on any Python; "" where that is not to be had."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
+    except Exception:  # there is none, or it was changed under the running process, and is no Python from that line on
         return ""
     lines = [line.rstrip() for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from engine_checks import DEADLINE_S, Residue, assert_same, nothing_kept, outputs, packer_engine, run
 from engine_harness import BATCH, STEP, STREAM, RunningEngine
+from engine_load import pump_held
 from packer_process import wait_until
-from test_engine_faults import pump_held
 
 pytestmark = pytest.mark.engine
 
@@ -237,7 +237,7 @@ def test_what_is_pending_says_how_far_the_packer_is_with_it(clean):
 def test_a_pump_that_ends_fails_the_executor_and_every_request_at_once(running, monkeypatch, caplog):
     """The last test of each engine, which does not survive it: ``running`` sees that nothing is left."""
     # Pytest keeps what is logged, and a record of the traceback would keep the output.
-    caplog.set_level(logging.CRITICAL, logger="vllm.worker_shim.engine.executor")
+    caplog.set_level(logging.CRITICAL, logger="vllm.worker_shim.engine.pump")
     failed = threading.Event()
     running.executor.register_failure_callback(failed.set)
 

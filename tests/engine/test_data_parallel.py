@@ -25,8 +25,7 @@ from engine_checks import (
     packer_engine,
 )
 from engine_harness import RunningEngine, engine
-from packer_process import wait_until
-from test_engine_faults import stopped
+from packer_process import stopped, wait_until
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,7 +60,7 @@ def waves(uni: References) -> Iterator[RunningEngine]:
 
 
 def test_each_replica_sends_through_the_packer_of_its_device(waves):
-    queues = [keeper.queue for keeper in waves.executor._keepers]
+    queues = [keeper.queue for keeper in waves.executor._packers.keepers]
     assert len(queues) == (2 if GPUS else 1)
     before = [queue.outputs for queue in queues]
     in_one_wave(waves, {"seed": 1, **IMAGE}, {"seed": 2, **IMAGE})
@@ -119,7 +118,7 @@ def test_a_wave_of_which_one_rank_fails_leaves_nothing_of_the_other(waves, uni, 
     ],
 )
 def test_only_ranks_that_reply_have_a_packer(config, ranks, monkeypatch):
-    from worker_shim.engine.executor import reply_ranks
+    from worker_shim.outputs.replies import reply_ranks
 
     names = ("data", "tensor", "sequence", "pipeline", "cfg")
     sizes = {f"{name}_parallel_size": 1 for name in names} | config

@@ -173,7 +173,7 @@ def ready_held_until(running: RunningEngine, condition: Callable[[str], bool]) -
 
     The pump waits in the queue already: the first output still comes the old way.
     """
-    (keeper,) = running.executor._keepers
+    (keeper,) = running.executor._packers.keepers
     queue = keeper.queue
     dequeue, passed, over = queue.dequeue, [], threading.Event()
 

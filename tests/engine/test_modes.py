@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,24 +167,21 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     import re
 
     from packer_service.config import Settings
-    from worker_shim import PackerDiffusionExecutor
-    from worker_shim.engine.receiver import Delivered
+    from worker_shim.engine.delivered import Delivered
+    from worker_shim.engine.packers import Packers
 
     _, message = WHY[why]
     residue = Residue()
     settings = no_packer(why, sidecar, tmp_path, monkeypatch)
-    executor = object.__new__(PackerDiffusionExecutor)
-    executor.od_config = SimpleNamespace(step_execution=True)
-    executor._keepers, executor._supervisor, executor._delivered = [], None, Delivered()
-    executor._closing = threading.Event()
+    packers = Packers(Delivered(), threading.Event())
     with warnings_logged() as warnings:
-        handoff = executor._open_packers(Settings.load(settings))
+        config = packers.open(Settings.load(settings), frozenset({0}))
     assert len(warnings) == 1
     assert re.search(message, warnings[0])
     assert "own output path" in warnings[0]
     assert "fallback" in warnings[0]
-    assert not handoff.ranks
-    assert executor.packer_pids == []
+    assert not config.ranks
+    assert packers.keepers == []
     residue.assert_none()
 
 

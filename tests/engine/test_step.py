@@ -31,8 +31,7 @@ from engine_checks import (
     warnings_logged,
 )
 from engine_harness import STEP, STREAM, RunningEngine, engine
-from packer_process import wait_until
-from test_engine_faults import stopped
+from packer_process import stopped, wait_until
 
 pytestmark = pytest.mark.engine
 

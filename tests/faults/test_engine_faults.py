@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
-import itertools
 import json
 import os
 import signal
@@ -13,17 +11,14 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from engine_checks import (
-    DEADLINE_S,
     GPUS,
     MIB,
     References,
@@ -43,11 +38,11 @@ from engine_checks import (
     wait_settled,
 )
 from engine_harness import BATCH, RunningEngine, engine
-from packer_process import wait_stopped, wait_until
+from engine_load import IMAGE, images, pump_held, received, submit, wait_computed
+from packer_process import stop, stopped, wait_until
 
 pytestmark = pytest.mark.engine
 
-IMAGE = {"height": 512, "width": 512}  # 3 MiB of float32
 TIGHT = {
     "arena_max_bytes": 8 * MIB,  # two images
     "overflow_max_bytes": 4 * MIB,  # and one beside
@@ -75,40 +70,6 @@ def idle(tight: RunningEngine) -> RunningEngine:
     wait_settled(tight)
     wait_until(lambda: gc.collect() >= 0 and leases(tight).outstanding == 0, "the outputs of other tests die")
     return tight
-
-
-def images(*seeds: int, **request: Any) -> list[dict[str, Any]]:
-    return [{"seed": seed, **IMAGE, **request} for seed in seeds]
-
-
-def submit(running: RunningEngine, *requests: dict[str, Any]) -> list[Future[Any]]:
-    return [running.submit(running.request(**request)) for request in requests]
-
-
-def received(futures: list[Future[Any]]) -> list[Any]:
-    return [future.result(DEADLINE_S).output for future in futures]
-
-
-def wait_computed(running: RunningEngine, number: int) -> None:
-    """Until the forwards of ``number`` requests are over and their outputs, which are not there yet, are waited for."""
-    wait_until(lambda: len(running.executor._output_futures) == number, f"{number} outputs are waited for")
-
-
-def stop(pid: int) -> None:
-    """Stop the process, and return when all its threads have stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    wait_stopped(pid)
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process is stopped meanwhile, and goes on at the end if it still can."""
-    try:
-        stop(pid)
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 # -- full --------------------------------------------------------------------------------------------------------------
@@ -187,28 +148,6 @@ def test_outputs_that_find_no_room_beside_the_arena_do_not_wait_for_a_packer_tha
 # -- killed ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def pump_held(running: RunningEngine) -> Iterator[None]:
-    """The pump reads nothing from the packer meanwhile: what comes stays in the connection."""
-    (keeper,) = running.executor._keepers
-    queue = keeper.queue
-    dequeue, held, inside = queue.dequeue, threading.Event(), threading.Event()
-
-    def gated(*args: Any, **kwargs: Any) -> Any:
-        if queue._quiet:  # else the pump still has the last output in its hands
-            inside.set()
-            assert held.wait(DEADLINE_S)
-        return dequeue(*args, **kwargs)
-
-    queue.dequeue = gated
-    try:
-        assert inside.wait(DEADLINE_S)
-        yield
-    finally:
-        held.set()
-        del queue.dequeue
-
-
 def deliveries(running: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts from now on how often each output is handed to its waiter."""
     counter: Counter[str] = Counter()
@@ -239,7 +178,7 @@ def test_a_packer_killed_under_load_costs_no_request_and_leaves_nothing(pipeline
             stop(packer)
             # The packer dies with a message of the engine's unread: the kernel then reports a reset before what it sent.
             del dropped
-            connection = running.executor._keepers[0].queue._receiver._connection._channel._socket
+            connection = running.executor._packers.keepers[0].queue._receiver._connection._channel._socket
             wait_until(lambda: gc.collect() >= 0 and unread_by_peer(connection) > 0, "a lease is on its way back")
             in_the_packer = submit(running, *requests[12:16])
             wait_computed(running, 8)
@@ -266,15 +205,6 @@ def unread_by_peer(connection: Any) -> int:
     return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
 
 
-def serve_until_killed() -> None:
-    """What runs in the engine's process of the next test: says when it serves, and serves on."""
-    with packer_engine() as running:
-        outputs(running, *images(0))
-        print(json.dumps({"packer": packer_pid(running)}), flush=True)
-        for seed in itertools.count(step=8):
-            outputs(running, *images(*range(seed, seed + 8)))
-
-
 def test_a_killed_engine_takes_its_worker_and_its_packer_with_it(tmp_path):
     import multiprocessing
 
@@ -282,7 +212,7 @@ def test_a_killed_engine_takes_its_worker_and_its_packer_with_it(tmp_path):
     named = named_memory()
     code = (
         "import multiprocessing as m; m.set_start_method('spawn', force=True);"
-        " import test_engine_faults as t; t.serve_until_killed()"
+        " import killed_engine; killed_engine.serve_until_killed()"
     )
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, text=True)

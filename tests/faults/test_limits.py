@@ -34,6 +34,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from any_output import content  # noqa: E402
 from engine_checks import (  # noqa: E402
     GPUS,
     Residue,
@@ -45,7 +46,6 @@ from engine_checks import (  # noqa: E402
     warnings_logged,
 )
 from sides import FLOATS, EngineSide, managed, working  # noqa: E402
-from test_skeleton import content  # noqa: E402
 from vllm_omni.diffusion.data import DiffusionOutput  # noqa: E402
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_output_shm  # noqa: E402
 

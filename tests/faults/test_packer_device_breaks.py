@@ -1,7 +1,7 @@
 """The packer's device breaks for good: it says so, ends, is started again, and every output arrives once all the same.
 
 On a GPU a kernel traps in the packer's own context; what the driver answers from then on is its own. On the host device the
-same tests run with an error that is made up (tests/faults/inject/faulty_packer.py has both).
+same tests run with an error that is made up (tests/helpers/inject/faulty_packer.py has both).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from any_output import content  # noqa: E402
 from engine_checks import assert_same  # noqa: E402
 from sides import Kept, WorkerSide, managed, working  # noqa: E402
-from test_exporter import Stalling  # noqa: E402
-from test_skeleton import content  # noqa: E402
+from stalling_device import Stalling  # noqa: E402
 
 from worker_shim.worker.device import CudaExportDevice, Signal  # noqa: E402
 

@@ -1,7 +1,7 @@
 """A managed packer dies at every point of an output's way: it is started again and every output arrives once.
 
 No engine here: the worker's exporter and the engine's keeper, receiver and result queue, with a packer that the supervisor
-runs. tests/test_engine_faults.py has the same under the real engine, batches included; tests/chaos.py has it at random.
+runs. tests/faults/test_engine_faults.py has the same under the real engine, batches included; tests/chaos.py has it at random.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from any_output import content  # noqa: E402
 from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import FLOATS, Kept, WorkerSide, managed, working  # noqa: E402
-from test_exporter import Stalling  # noqa: E402
-from test_skeleton import content  # noqa: E402
+from stalling_device import Stalling  # noqa: E402
 
 RESTARTS = 1000  # more than these tests need: what happens beyond is a test of its own
 RESTART_LIMIT_S = 10.0  # the promise is 2 s; a loaded CI machine may be slower

@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from any_output import content  # noqa: E402
+from delivery import assert_delivered, kept, send  # noqa: E402
 from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import FLOATS, Kept, managed, working  # noqa: E402
-from test_exporter import Stalling  # noqa: E402
-from test_sidecar_restarts import assert_delivered, kept, send  # noqa: E402
-from test_skeleton import content  # noqa: E402
+from stalling_device import Stalling  # noqa: E402
 
 HANG = {"hang_s": 1.0, "max_restarts": 1000}
 EXIT_HUNG = 70

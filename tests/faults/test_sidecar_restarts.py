@@ -11,7 +11,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from packer_process import DEADLINE_S, Packer, running_packer, wait_until
+from packer_process import DEADLINE_S, running_packer, wait_until
 
 from packer_service.errors import PackerUnavailable
 
@@ -19,32 +19,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from delivery import GIVEN, assert_delivered, kept, send  # noqa: E402
 from engine_checks import assert_same, warnings_logged  # noqa: E402
-from sides import Kept, WorkerSide, working  # noqa: E402
-from test_exporter import Stalling  # noqa: E402
-from test_skeleton import content  # noqa: E402
-
-GIVEN = {"restart_wait_s": 60.0, "max_restarts": 1000}
-
-
-@contextlib.contextmanager
-def kept(packer: Packer, **given: object):
-    with contextlib.closing(Kept(packer.socket, packer.key, **{**GIVEN, **given})) as engine:
-        yield engine
-
-
-def send(worker: WorkerSide, *names: str) -> dict[str, object]:
-    outputs = {name: [content(torch.float32, (50_000 + 1000 * len(name),), hash(name) % 1000)] for name in names}
-    for name, output in outputs.items():
-        worker.send(output, name)
-    return outputs
-
-
-def assert_delivered(engine: Kept, worker: WorkerSide, expected: dict[str, object]) -> None:
-    assert_same(engine.wait(*expected), list(expected.values()))
-    worker.wait_settled(*expected)
-    assert worker.handed_back == []
-    assert worker.arena_idle()
+from sides import WorkerSide, working  # noqa: E402
+from stalling_device import Stalling  # noqa: E402
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)

@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from packer_process import MIB, Worker, running_packer, session, transfer, wait_until
+from packer_process import MIB, Worker, running_packer, session, stopped, transfer, wait_until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
+from any_output import content  # noqa: E402
 from engine_checks import (  # noqa: E402
     DEADLINE_S,
+    References,
     Residue,
     assert_same,
     in_packer_memory,
@@ -29,10 +31,9 @@ from engine_checks import (  # noqa: E402
     worker_pid,
 )
 from engine_harness import engine  # noqa: E402
-from sides import FLOATS, EngineSide, Kept, WorkerSide, working  # noqa: E402
-from test_engine_faults import References, images, stopped, submit, wait_computed  # noqa: E402
-from test_exporter import Stalling  # noqa: E402
-from test_skeleton import content  # noqa: E402
+from engine_load import images, submit, wait_computed  # noqa: E402
+from sides import FLOATS, EngineSide, Kept, working  # noqa: E402
+from stalling_device import Stalling  # noqa: E402
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
@@ -70,18 +71,6 @@ def test_of_a_killed_worker_the_engine_delivers_what_was_finished_before_it_fail
         Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def export_and_wait(socket: str, key: bytes, session_name: str) -> None:
-    """A worker process: says what it has sent, then waits to be killed."""
-    device = Stalling()
-    packer = type("Packer", (), {"socket": socket, "key": key})
-    side = WorkerSide(packer, session_name, device=device)  # type: ignore[arg-type]
-    side.send([content(torch.float32, (1000,), 1)], "complete")
-    device.stalled = True
-    side.send([torch.ones(FLOATS // 4)], "incomplete")
-    print("sent", flush=True)
-    signal.pause()
-
-
 def test_a_killed_workers_imports_and_regions_are_given_back_and_other_sessions_do_not_notice(tmp_path):
     with (
         running_packer(tmp_path / "run", pool_max_bytes="4MiB") as packer,
@@ -92,12 +81,11 @@ def test_a_killed_workers_imports_and_regions_are_given_back_and_other_sessions_
         maps = Path(f"/proc/{packer.process.pid}/maps")
         arenas = maps.read_text().count("packer-arena")
         code = (
-            "import sys, worker_shim.synthetic.engine as e; e.prepare(); import test_worker_or_engine_dies as t;"
-            " t.export_and_wait(sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3])"
+            "import sys, worker_shim.synthetic.engine as e; e.prepare(); import killed_worker;"
+            " killed_worker.export_and_wait(sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3])"
         )
         command = [sys.executable, "-c", code, packer.socket, packer.key.hex(), engine_side.session]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
                 while (line := process.stdout.readline()) and line != b"sent\n":
                     pass

@@ -144,7 +144,7 @@ def packer_pid(running: RunningEngine) -> int:
 
 def lease_books(running: RunningEngine) -> list[Any]:
     """One a packer."""
-    return [keeper.queue.leases for keeper in running.executor._keepers]
+    return [keeper.queue.leases for keeper in running.executor._packers.keepers]
 
 
 def leases(running: RunningEngine) -> Any:

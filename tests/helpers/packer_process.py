@@ -71,6 +71,23 @@ def wait_stopped(pid: int) -> None:
     wait_until(all_stopped, f"process {pid} stops")
 
 
+def stop(pid: int) -> None:
+    """Stop the process, and return when all its threads have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_stopped(pid)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process is stopped meanwhile, and goes on at the end if it still can."""
+    try:
+        stop(pid)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 @contextlib.contextmanager
 def full_table(pid: int) -> Iterator[None]:
     """That process can open nothing more within the block."""

@@ -14,7 +14,9 @@ from packer_process import DEADLINE_S, MIB, Packer, wait_until
 
 from packer_service.config import Settings
 from worker_shim.connection import Connection
-from worker_shim.engine.receiver import Delivered, Received, Receiver
+from worker_shim.engine.assembly import Received
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 from worker_shim.worker.device import HostExportDevice
 from worker_shim.worker.exporter import Exporter, Staged
 

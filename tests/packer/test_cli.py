@@ -107,6 +107,14 @@ def test_a_bad_setting_of_the_demo_is_named_before_anything_is_started():
         assert "Traceback" not in done.stderr
 
 
+def test_the_demo_says_which_package_it_needs_that_is_not_installed():
+    without = "import sys; sys.modules['psutil'] = None; from packer_service.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", without, "demo"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "psutil: pip install 'packer-service[demo]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_serve_without_a_key_or_a_socket_says_which_setting_is_missing(tmp_path):
     done = packer_service("serve", "--device=host", f"--socket={tmp_path}/packer.sock")
     assert done.returncode == 1

@@ -8,85 +8,29 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_messages import DIGEST, MESSAGES, NONCE
 
 from packer_service.errors import ProtocolError
 from packer_service.wire import protocol
 from packer_service.wire.protocol import (
-    Ack,
     Body,
     Challenge,
-    ChunkUnmapped,
     Decoder,
-    Describe,
-    Described,
     Export,
     Hello,
     Lease,
-    MapAcks,
     MapChunk,
-    MapSegment,
-    MapTimeline,
     Message,
-    Nack,
-    OutputComing,
-    OutputGone,
     OutputReady,
     Piece,
-    Ping,
-    Pong,
-    Probe,
-    Probed,
     Refused,
     Release,
-    SegmentLost,
     Skeleton,
-    UnmapChunk,
-    UnmapSegment,
-    Welcome,
     Withdraw,
-    WorkerGone,
 )
 
-NONCE, DIGEST = bytes(range(32)), bytes(reversed(range(32)))
 QUICK = settings(database=None, deadline=None, max_examples=300)
 
-# every message, and the decoder of the side that may receive it
-MESSAGES: list[tuple[Decoder, Message]] = [
-    (protocol.from_server, Challenge(protocol.VERSION, NONCE)),
-    (protocol.from_client, Hello(protocol.VERSION, "worker", "session-1", NONCE, DIGEST, "GPU-1")),
-    (protocol.from_server, Welcome(DIGEST, "host", "host", "host memory", 12)),
-    (protocol.from_server, Refused("full house")),
-    (protocol.from_worker, MapTimeline()),
-    (protocol.from_worker, MapAcks()),
-    (protocol.from_worker, MapChunk(3, 1 << 40, bytes(64))),
-    (protocol.from_worker, UnmapChunk(3)),
-    (protocol.to_worker, ChunkUnmapped(3)),
-    (protocol.from_worker, Export("output", 7, (Piece(0, 4096, 1), Piece(1, 0, 1 << 40)), bytes(64), (1,))),
-    (protocol.from_worker, Skeleton("output", Body(b"payload", DIGEST, 4096, 12), True)),
-    (protocol.from_worker, Withdraw("output", "out of memory")),
-    (protocol.from_worker, Withdraw("output", "device-side assert", incomplete=True)),
-    (protocol.from_worker, Ping()),
-    (protocol.to_worker, Pong()),
-    (protocol.from_engine, Ping()),
-    (protocol.to_engine, Pong()),
-    (protocol.to_engine, WorkerGone()),
-    (protocol.from_engine, Describe("output")),
-    (protocol.to_engine, Described("output", "copying")),
-    (protocol.from_worker, Probe(1, Piece(0, 0, 65536))),
-    (protocol.to_worker, Probed(DIGEST)),
-    (protocol.to_worker, Ack("output")),
-    (protocol.to_worker, Nack("output", "no room")),
-    (protocol.to_worker, Refused("you broke the protocol")),
-    (protocol.to_engine, Refused("you broke the protocol")),
-    (protocol.to_engine, MapSegment(0, 1 << 30)),
-    (protocol.to_engine, UnmapSegment(0)),
-    (protocol.from_engine, SegmentLost(0)),
-    (protocol.to_engine, OutputComing("output", (Lease(1, 0, 4096, 5),), Body(b"payload", DIGEST, 8, 4))),
-    (protocol.to_engine, OutputGone(1)),
-    (protocol.to_engine, OutputReady("output", (Lease(1, 0, 4096, 5),), Body(b"payload", DIGEST, 8, 4))),
-    (protocol.to_engine, OutputReady("output", error="the worker died")),
-    (protocol.from_engine, Release((1, 2, 1 << 40))),
-]
 DECODERS = {decoder for decoder, _ in MESSAGES}
 
 

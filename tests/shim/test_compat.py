@@ -185,6 +185,31 @@ def test_where_vllm_omni_has_no_executor_to_fall_back_to_the_error_says_so_and_w
     assert "do not name worker_shim as distributed_executor_backend" in error
 
 
+def test_the_check_raises_nothing_whatever_it_meets(tmp_path, monkeypatch):
+    from worker_shim import compat
+
+    (tmp_path / "ends_itself.py").write_text("raise SystemExit('not on this machine')")
+    monkeypatch.syspath_prepend(tmp_path)
+    known = compat.check().version
+    (missing,) = compat.check((("ends_itself:function", ("self",), ()),)).missing
+    assert "not on this machine" in missing
+    with monkeypatch.context() as patch:
+        patch.setattr("inspect.getsource", raising(SyntaxError("its file was changed meanwhile")))
+        assert compat.check((compat.HOOKS[0],)) == compat.Found(known, [], [compat.HOOKS[0][0]])
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: None)
+        assert "vllm-omni is None; supported is 0.30.*" in compat.check(()).missing
+        patch.setattr("importlib.metadata.version", raising(UnicodeDecodeError("utf-8", b"", 0, 1, "bad")))
+        assert "vllm-omni is broken" in compat.check(()).missing[0]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def function(*_: Any) -> Any:
+        raise error
+
+    return function
+
+
 # -- the tables of compat.py -------------------------------------------------------------------------------------------
 
 
@@ -200,11 +225,11 @@ def test_the_digests_are_those_of_the_vllm_omni_that_is_installed():
 def test_every_method_of_vllm_omnis_that_we_override_is_checked():
     from worker_shim import compat
     from worker_shim.engine.executor import PackerDiffusionExecutor
-    from worker_shim.engine.sleeping_reader import PatientCondition
+    from worker_shim.engine.sleeping_reader import SleepingCondition
     from worker_shim.worker.proc import PackerWorkerProc
 
     checked = {where.partition(":")[2] for where, _, _ in compat.HOOKS}
-    for ours in (PackerDiffusionExecutor, PackerWorkerProc, PatientCondition):
+    for ours in (PackerDiffusionExecutor, PackerWorkerProc, SleepingCondition):
         base = ours.__mro__[1]
         overridden = {name for name, value in vars(ours).items() if callable(value) and hasattr(base, name)}
         assert overridden - {"__new__"}
@@ -214,9 +239,14 @@ def test_every_method_of_vllm_omnis_that_we_override_is_checked():
 
 @functools.cache
 def imports() -> set[str]:
-    """What worker_shim takes out of vllm and vllm-omni by import, as "module:name", wherever in its modules."""
+    """What worker_shim takes out of vllm and vllm-omni by import, as "module:name", wherever in its modules.
+
+    But for what only the demo, the tests and the benchmarks use.
+    """
     found = set()
-    for path in (ROOT / "worker_shim").glob("*.py"):
+    for path in (ROOT / "worker_shim").rglob("*.py"):
+        if path.parent.name == "synthetic":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("vllm", "vllm_omni"):
                 found |= {f"{node.module}:{alias.name}" for alias in node.names}
@@ -230,6 +260,7 @@ def test_every_name_that_is_imported_from_vllm_and_vllm_omni_is_checked():
 
     checked = {where for where, _, _ in compat.HOOKS}
     own = {"vllm_omni.diffusion.executor.abstract:DiffusionExecutor"}  # what is asked where the check has failed
+    assert len(imports()) > 10
     for name in imports() - own:
         as_module = name.replace(":", ".") + ":"
         assert any(where == name or where.startswith((f"{name}.", as_module)) for where in checked), name

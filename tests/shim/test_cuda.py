@@ -22,7 +22,8 @@ from packer_process import Packer, running_packer, wait_until
 from packer_service.config import Settings
 from packer_service.wire import handshake
 from worker_shim.connection import Connection
-from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 
@@ -184,7 +185,7 @@ def test_views_of_one_storage_and_host_arrays_beside_them_arrive(packer: Packer)
         assert same(received["again"], fused)
 
 
-def test_a_tensor_that_find_tensors_does_not_see_arrives_too(packer: Packer) -> None:
+def test_a_tensor_that_the_survey_does_not_see_arrives_too(packer: Packer) -> None:
     hidden = random((700, 700), torch.float32)
     with linked(packer) as link:
         assert same(link.transfer({"deep": Hiding(hidden)})["deep"].tensor, hidden)

@@ -38,21 +38,16 @@ from packer_service.wire.protocol import Ack, Release
 torch = pytest.importorskip("torch")
 multiprocess = pytest.importorskip("multiprocess")
 
+from any_output import OUTPUTS, content, nested, no_garbage_collection, tensors  # noqa: E402
+from bit_for_bit import assert_same, assert_same_tensor  # noqa: E402
 from sides import FLOATS, MAC_KEY, EngineSide, WorkerSide, working  # noqa: E402
-from test_skeleton import (  # noqa: E402
-    OUTPUTS,
-    assert_same,
-    assert_same_tensor,
-    content,
-    nested,
-    no_garbage_collection,
-    tensors,
-)
+from stalling_device import Failing, Stalling  # noqa: E402
 
 from worker_shim.connection import Connection  # noqa: E402
 from worker_shim.engine import receiver  # noqa: E402
-from worker_shim.engine.receiver import Delivered  # noqa: E402
+from worker_shim.engine.delivered import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
+from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
 from worker_shim.worker.device import HostExportDevice, Signal  # noqa: E402
 
 
@@ -1114,7 +1109,7 @@ def test_a_staged_tensor_that_is_salvaged_away_lives_until_the_rest_is_pickled(w
 @pytest.fixture
 def no_records(caplog):
     """A log record with a traceback keeps the arrays in its frames alive; pytest keeps records, a log file does not."""
-    caplog.set_level(logging.CRITICAL, "vllm.worker_shim.engine.receiver")
+    caplog.set_level(logging.CRITICAL, "vllm.worker_shim.engine.assembly")
 
 
 class Explosive:
@@ -1172,12 +1167,12 @@ def test_a_skeleton_with_a_wrong_mac_is_not_unpickled_and_fails_alone(packer, en
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (skeleton.ArraySpec("torch", "float32", (1000,), 4000, 0, 96), "does not lie inside lease"),
-        (skeleton.ArraySpec("torch", "float32", (1,), 4, 0, -4), ""),
-        (skeleton.ArraySpec("torch", "float32", (1,), 4, 7, 0), ""),
-        (skeleton.ArraySpec("torch", "float32", (99,), 4, 0, 0), ""),
-        (skeleton.ArraySpec("torch", "no_dtype", (1,), 4, 0, 0), ""),
-        (skeleton.ArraySpec("numpy", "f4", (1,), 4, -1, 1 << 40), ""),
+        (ArraySpec("torch", "float32", (1000,), 4000, 0, 96), "does not lie inside lease"),
+        (ArraySpec("torch", "float32", (1,), 4, 0, -4), ""),
+        (ArraySpec("torch", "float32", (1,), 4, 7, 0), ""),
+        (ArraySpec("torch", "float32", (99,), 4, 0, 0), ""),
+        (ArraySpec("torch", "no_dtype", (1,), 4, 0, 0), ""),
+        (ArraySpec("numpy", "f4", (1,), 4, -1, 1 << 40), ""),
     ],
     ids=["beyond its lease", "before its lease", "another piece", "more than its bytes", "no dtype", "no host memory"],
 )
@@ -1209,36 +1204,12 @@ def test_an_output_that_comes_a_second_time_is_dropped_with_its_lease(packer, en
     engine.wait_no_lease()
 
 
-class Stalling(HostExportDevice):
-    """A device that stops getting on when told: what is staged from then on is never complete."""
-
-    stalled = False
-
-    def signal(self) -> Signal:
-        if not self.stalled:
-            return super().signal()
-        self._value += 1
-        return Signal(self._value)
-
-
-class Failing(Stalling):
-    """A device that says why no signal will come any more."""
-
-    why = ""
-
-    def reached(self, value: int) -> bool:
-        return value <= self.timeline.counter
-
-    def failure(self) -> str:
-        return self.why
-
-
 def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
     device = Stalling()
     side = WorkerSide(packer, engine.session, device=device)
 
     def state() -> str:
-        answer = engine.ask("stalled")
+        answer = engine.questions.ask("stalled")
         with ThreadPoolExecutor(1) as background:
             asked = background.submit(answer, time.monotonic() + DEADLINE_S)
             wait_until(lambda: engine.receive(0.01) is None and asked.done(), "an answer")
@@ -1256,12 +1227,12 @@ def test_while_the_engine_waits_it_can_ask_how_far_an_output_is(packer, engine):
 def test_a_packer_that_does_not_answer_is_waited_for_once_until_it_speaks_again(tmp_path):
     with running_packer(tmp_path / "run") as packer, contextlib.closing(EngineSide(packer)) as engine:
         packer.signal(signal.SIGSTOP)
-        assert engine.ask("output")(time.monotonic() + 0.01) == "unknown: the packer did not answer"
+        assert engine.questions.ask("output")(time.monotonic() + 0.01) == "unknown: the packer did not answer"
         for _ in range(10_000):  # far more than a connection holds, were each asked
-            assert engine.ask("output")(time.monotonic() + DEADLINE_S) == "unknown: the packer did not answer"
+            assert engine.questions.ask("output")(time.monotonic() + DEADLINE_S) == "unknown: the packer did not answer"
         packer.signal(signal.SIGCONT)
-        wait_until(lambda: engine.receive(0.01) is None and not engine._overdue, "the late answer")
-        answer = engine.ask("output")
+        wait_until(lambda: engine.receive(0.01) is None and not engine.questions.overdue, "the late answer")
+        answer = engine.questions.ask("output")
         with ThreadPoolExecutor(1) as background:
             state = background.submit(answer, time.monotonic() + DEADLINE_S)
             wait_until(lambda: engine.receive(0.01) is None and state.done(), "an answer")

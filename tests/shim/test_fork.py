@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -223,6 +224,28 @@ def test_a_lease_whose_pages_cannot_be_shared_again_never_returns_and_ends_the_c
     wait_until(lambda: engine.receive(0.01) is None and engine.broken, "the connection is given up")
 
 
+def test_what_goes_wrong_before_a_fork_is_logged_when_others_may_use_the_pool_again(sides, monkeypatch):
+    engine, worker = sides
+    inherited = [delivered(engine, worker, "unfollowed", 8.0)]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    said: list[tuple[str, bool]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.getMessage(), fork.lock.locked()))  # type: ignore[method-assign]
+    monkeypatch.setattr(fork, "create_memfd", refuse)
+    fork.logger.addHandler(handler)
+    try:
+        with forked(lambda: values(inherited[0])) as child:
+            assert child.ask() == both(8.0)
+    finally:
+        fork.logger.removeHandler(handler)
+    ((message, locked),) = said
+    assert "a forked child cannot be followed: [Errno 24] Too many open files" in message
+    assert not locked
+
+
 def test_a_child_that_closes_every_descriptor_keeps_its_output_all_the_same(sides):
     engine, worker = sides
     inherited = [delivered(engine, worker, "daemon", 4.0)]
@@ -389,7 +412,8 @@ import os, sys, time
 from packer_service.wire import handshake
 from packer_service.config import Settings
 from worker_shim.connection import Connection
-from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 from worker_shim.engine.supervisor import Supervisor
 supervisor = Supervisor(Settings(pool_bytes=2 << 20, pool_max_bytes=2 << 20))
 packer = supervisor.start("host")

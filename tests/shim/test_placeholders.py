@@ -114,7 +114,7 @@ def test_an_error_from_a_worker_is_replaced_by_nothing_and_no_part_of_a_step_is_
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-    from worker_shim.engine.placeholders import in_reply, replace_in_reply
+    from worker_shim.outputs.replies import in_reply, replace_in_reply
 
     final, error = DiffusionOutput(output=torch.ones(2)), DiffusionOutput(error="no")
     step = BatchRunnerOutput.from_list(
@@ -165,7 +165,7 @@ def test_the_size_of_an_output_is_that_of_its_tensors_also_in_a_batch_and_in_med
     from vllm_omni.diffusion.data import DiffusionOutput
     from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-    from worker_shim.outputs.skeleton import tensors_nbytes
+    from worker_shim.outputs.survey import tensors_nbytes
 
     plain = DiffusionOutput(output={"image": torch.zeros(10), "text": "long" * 100}, trajectory_latents=torch.zeros(5))
     assert tensors_nbytes(plain) == 60
@@ -201,7 +201,7 @@ def media(*, prepared: bool = True, channels: int = 3) -> Any:
 def test_media_that_vllm_omni_would_not_pack_or_unpack_fail_their_request(fields, message):
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    from worker_shim.engine.executor import check_media
+    from worker_shim.outputs.media import check_media
 
     check_media(DiffusionOutput(media=media()))
     output = DiffusionOutput(media=media(**fields["media"]))
@@ -213,10 +213,10 @@ def test_media_that_vllm_omni_would_not_pack_or_unpack_fail_their_request(fields
 def test_the_array_of_typed_media_is_staged_and_not_pickled():
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    from worker_shim.outputs import skeleton
+    from worker_shim.outputs.survey import survey
 
     output = DiffusionOutput(media=media())
-    (tensor,) = skeleton.find_tensors(output, lambda tensor: True)
+    (tensor,) = survey(output, lambda tensor: True).tensors
     assert tensor is output.media.video.tensor
 
 
@@ -232,7 +232,7 @@ def test_every_watched_id_of_ten_thousand_is_dropped_or_taken(unclaimed, dropped
 
 
 def test_an_error_that_somebody_keeps_keeps_no_executor_in_a_cycle():
-    from worker_shim.engine.executor import without_frames
+    from worker_shim.engine.pump import without_frames
 
     class Executor:
         pass

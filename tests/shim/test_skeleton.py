@@ -10,13 +10,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import gc
 import io
 import itertools
 import pickle
-import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,31 +23,38 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from worker_shim.outputs import skeleton
-from worker_shim.outputs.skeleton import ARRAY_ALIGNMENT, INLINE_BYTES
+from worker_shim.outputs.arrays import (
+    ARRAY_ALIGNMENT,
+    INLINE_BYTES,
+    ArraySpec,
+    Place,
+    flat_bytes,
+    tensor_from_bytes,
+    tensor_over,
+)
+from worker_shim.outputs.survey import survey, tensors_nbytes
 from worker_shim.worker.exporter import OWN_PIECE_BYTES, plan
 
 torch = pytest.importorskip("torch")
 
+from any_output import (  # noqa: E402
+    DTYPES,
+    LAYOUTS,
+    OUTPUTS,
+    Frozen,
+    Media,
+    Pair,
+    Slotted,
+    content,
+    nested,
+    no_garbage_collection,
+    tensors,
+)
+from bit_for_bit import assert_same, assert_same_array, assert_same_tensor  # noqa: E402
+
 PROPERTY = settings(database=None, deadline=None, max_examples=150)
 KEY = bytes(32)
 
-
-def torch_dtypes() -> list[torch.dtype]:
-    """Every dtype of this torch in which it can hold and clone a tensor, but the quantized, which carry more than bytes."""
-    found = []
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if not torch.empty(1, dtype=dtype).clone().is_quantized:
-                    found.append(dtype)
-        except (RuntimeError, NotImplementedError):  # torch itself can do nothing with it (int4 and its like)
-            pass
-    return sorted(found, key=str)
-
-
-DTYPES = torch_dtypes()
-LAZY = {torch.complex64, torch.complex128}  # those with lazy conjugation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*experimental"),
@@ -61,106 +65,27 @@ pytestmark = [
 
 def through(output: object, *, staged: bool) -> Any:
     """``output`` dumped, its bytes copied to fresh memory as a packer would, and loaded."""
-    tensors, _, yielding = skeleton.survey(output, lambda tensor: staged)
+    tensors, _, yielding = survey(output, lambda tensor: staged)
     places, sizes = plan([tensor.numel() * tensor.element_size() for tensor in tensors])
     pieces = [bytearray(size) for size in sizes]
     for tensor, place in zip(tensors, places, strict=True):
-        flat = skeleton.flat_bytes(tensor).numpy()
+        flat = flat_bytes(tensor).numpy()
         pieces[place.piece][place.offset : place.offset + flat.nbytes] = flat.tobytes()
     payload, host = skeleton.dump(output, list(zip(tensors, places, strict=True)), lambda tensor: tensor, yielding)
     buffer = bytearray(host.nbytes)
     host.write_into(buffer)
     specs, pickled = skeleton.array_specs(payload)
 
-    def tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+    def tensor(spec: ArraySpec) -> torch.Tensor:
         flat = np.frombuffer(pieces[spec.piece], np.uint8, spec.nbytes, spec.offset)
-        got = skeleton.tensor_over(flat, spec)
-        assert_same_tensor(skeleton.tensor_from_bytes(torch.from_numpy(flat), spec), got)
+        got = tensor_over(flat, spec)
+        assert_same_tensor(tensor_from_bytes(torch.from_numpy(flat), spec), got)
         return got
 
     return skeleton.load(specs, pickled, tensor, buffer)
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """The values of a tensor as bytes, in logical order, one item after the other."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    out = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
-    return out.reshape(-1).view(torch.uint8).numpy().tobytes() if out.numel() else b""
-
-
-def assert_same_tensor(got: Any, expected: torch.Tensor) -> None:
-    assert isinstance(got, torch.Tensor)
-    assert (got.dtype, got.shape, got.device) == (expected.dtype, expected.shape, expected.device)
-    assert raw(got) == raw(expected)
-
-
-def assert_same_array(got: Any, expected: np.ndarray) -> None:
-    assert type(got) is type(expected)
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    if expected.dtype.hasobject:
-        assert got.tolist() == expected.tolist()
-    else:
-        assert got.tobytes() == expected.tobytes()
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Equal all the way down, types of containers included."""
-    if isinstance(expected, torch.Tensor):
-        assert_same_tensor(got, expected)
-    elif isinstance(expected, np.ndarray):
-        assert_same_array(got, expected)
-    else:
-        assert type(got) is type(expected)
-        if isinstance(expected, dict):
-            assert list(got) == list(expected)
-            got, expected = list(got.values()), list(expected.values())
-        elif dataclasses.is_dataclass(expected):
-            names = [field.name for field in dataclasses.fields(expected)]
-            got, expected = ([getattr(one, name) for name in names] for one in (got, expected))
-        if isinstance(expected, (list, tuple)):
-            assert len(got) == len(expected)
-            for one, other in zip(got, expected, strict=True):
-                assert_same(one, other)
-        else:
-            assert got == expected
-
-
-def content(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A dense tensor of any bit patterns (of 0 and 1, for bool)."""
-    numel = int(np.prod(shape))
-    data = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, numel * dtype.itemsize, np.uint8)
-    return torch.from_numpy(data).view(dtype).view(shape) if numel else torch.empty(shape, dtype=dtype)
-
-
 # -- torch -------------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def tensors(draw: Any, dtypes: Any = None) -> torch.Tensor:
-    """A tensor of any dtype and any layout that torch makes of one by viewing."""
-    dtype = draw(st.sampled_from(DTYPES) if dtypes is None else dtypes)
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    if draw(st.booleans()):
-        shape = (*shape, draw(st.integers(600, 900)))  # too large to travel inline
-    tensor = content(dtype, shape, draw(st.integers(0, 1 << 30)))
-    for layout in draw(st.lists(st.sampled_from(sorted(LAYOUTS)), max_size=3)):
-        tensor = LAYOUTS[layout](tensor)
-    return tensor
-
-
-LAYOUTS = {
-    "transposed": lambda tensor: tensor.transpose(0, -1) if tensor.dim() else tensor,
-    "every other": lambda tensor: tensor[::2] if tensor.dim() else tensor,
-    "but the first": lambda tensor: tensor[1:] if tensor.dim() else tensor,
-    "one column": lambda tensor: tensor.select(-1, 0) if tensor.dim() and tensor.shape[-1] else tensor,
-    "expanded": lambda tensor: tensor.unsqueeze(0).expand(3, *tensor.shape) if tensor.dim() < 5 else tensor,
-    "channels last": lambda tensor: (
-        tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 and tensor.numel() else tensor
-    ),
-    "conjugated": lambda tensor: tensor.conj() if tensor.dtype in LAZY else tensor,
-    "negated": lambda tensor: torch._neg_view(tensor) if tensor.dtype in LAZY | {torch.float32} else tensor,
-    "imaginary": lambda tensor: tensor.conj().imag if tensor.dtype in LAZY else tensor,
-}
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
@@ -266,9 +191,7 @@ def test_a_tensor_over_an_array_keeps_that_array_and_has_a_storage_of_its_bytes(
     buffer = bytearray(4096)
     flat = np.frombuffer(buffer, np.uint8, 6 * dtype.itemsize, 512)
     alive = weakref.ref(flat)
-    tensor = skeleton.tensor_over(
-        flat, skeleton.ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes)
-    )
+    tensor = tensor_over(flat, ArraySpec("torch", str(dtype).removeprefix("torch."), shape, flat.nbytes))
     del flat
     assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, shape, True)
     assert tensor.untyped_storage().nbytes() == 6 * dtype.itemsize
@@ -376,24 +299,6 @@ def test_a_large_array_is_not_inside_the_payload_and_a_small_one_is():
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Media:
-    frames: Any
-    audio: Any = None
-    fps: float = 16.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    value: Any
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("value",)
-    value: Any
-
-
 class Colour(enum.Enum):
     RED = 1
 
@@ -409,28 +314,6 @@ class Reduced(enum.Enum):
         return Reduced, (self.value,)
 
 
-Pair = collections.namedtuple("Pair", "first second")
-
-LEAVES = st.one_of(
-    tensors(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex64])),
-    npst.arrays(st.sampled_from(["f4", "u1", "i8"]), npst.array_shapes(min_dims=0, min_side=0, max_side=30)),
-    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
-)
-OUTPUTS = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4),
-        st.dictionaries(st.text(max_size=5), inner, max_size=4).map(collections.OrderedDict),
-        st.builds(Pair, inner, inner),
-        st.builds(Media, inner, inner),
-        st.builds(Frozen, inner),
-    ),
-    max_leaves=12,
-)
-
-
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 @PROPERTY
 @given(output=OUTPUTS)
@@ -441,9 +324,9 @@ def test_any_nesting_of_containers_and_dataclasses_arrives_as_it_was(staged, out
 @PROPERTY
 @given(output=OUTPUTS)
 def test_what_is_found_is_each_tensor_once(output):
-    found = skeleton.find_tensors(output, lambda tensor: True)
+    found = survey(output, lambda tensor: True).tensors
     assert len({id(tensor) for tensor in found}) == len(found)
-    again = skeleton.find_tensors([output, output], lambda tensor: True)
+    again = survey([output, output], lambda tensor: True).tensors
     assert [id(tensor) for tensor in again] == [id(tensor) for tensor in found]
 
 
@@ -455,7 +338,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
         "pair": Pair(Frozen(named["e"]), named["f"]),
         "other": [np.zeros(3), "text", None, Media, named["g"]],
     }
-    found = skeleton.find_tensors(output, lambda tensor: tensor.numel() != 2)
+    found = survey(output, lambda tensor: tensor.numel() != 2).tensors
     assert [tensor.numel() for tensor in found] == [1, 3, 4, 5, 6, 7]
 
 
@@ -467,7 +350,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
         ([Reduced.RED], False),
         ([torch.zeros(5) for _ in range(10)], True),
         ([torch.zeros(5) for _ in range(100)], False),
-        (torch.zeros(skeleton.INLINE_BYTES // 4 + 1), False),
+        (torch.zeros(INLINE_BYTES // 4 + 1), False),
         (torch.zeros(5, device="meta"), False),
         (torch.zeros(5).to_sparse(), False),
         (functools.reduce(lambda inner, _: [inner], range(13), 1.0), False),
@@ -487,7 +370,7 @@ def test_tensors_are_found_in_containers_and_dataclasses_in_order_and_only_those
     ],
 )
 def test_what_of_the_host_is_plain(output, plain):
-    assert skeleton.survey(output, lambda tensor: False).plain is plain
+    assert survey(output, lambda tensor: False).plain is plain
 
 
 @dataclasses.dataclass
@@ -498,7 +381,7 @@ class Making(Slotted):
 
 
 def test_a_container_that_was_made_for_one_look_does_not_pass_for_the_next():
-    assert len(skeleton.find_tensors([Making(0) for _ in range(5)], lambda tensor: True)) == 5
+    assert len(survey([Making(0) for _ in range(5)], lambda tensor: True).tensors) == 5
 
 
 def test_a_tensor_where_nobody_looks_still_arrives():
@@ -529,7 +412,7 @@ def test_what_cannot_be_pickled_raises_what_pickling_raises():
 def test_only_tensors_that_are_not_staged_are_brought_to_the_host():
     here, there = content(torch.float32, (10,)), content(torch.float32, (10,), seed=1)
     brought = []
-    skeleton.dump([here, there], [(there, skeleton.Place(0, 0))], lambda t: brought.append(t) or t)
+    skeleton.dump([here, there], [(there, Place(0, 0))], lambda t: brought.append(t) or t)
     assert len(brought) == 1
     assert brought[0] is here
 
@@ -554,29 +437,11 @@ def test_a_mac_depends_on_key_output_and_payload():
 # -- how long it is held -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Whatever dies meanwhile dies because nobody refers to it any more."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def nested() -> tuple[dict[str, Any], list[weakref.ref[Any]]]:
-    """An output of several kinds of containers, and references to its arrays."""
-    arrays = [content(torch.float32, (5000,)), np.arange(5000), content(torch.float32, (5,))]
-    output = {"media": Media([arrays[0]], (arrays[1],)), "slots": Slotted(arrays[2])}
-    return output, [weakref.ref(array) for array in arrays]
-
-
 def test_nothing_keeps_the_arrays_of_an_output_once_they_were_found():
     output, references = nested()
     with no_garbage_collection():
-        assert len(skeleton.find_tensors(output, lambda tensor: True)) == 2
-        assert skeleton.tensors_nbytes(output) > 0
+        assert len(survey(output, lambda tensor: True).tensors) == 2
+        assert tensors_nbytes(output) > 0
         del output
         assert [reference() for reference in references] == [None] * 3
 

@@ -1,4 +1,4 @@
-"""vLLM's own message queue, read patiently."""
+"""vLLM's own message queue, read by a thread that sleeps between two looks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packer_process import DEADLINE_S
 pytest.importorskip("vllm")
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from worker_shim.engine.sleeping_reader import PatientCondition, read_patiently
+from worker_shim.engine.sleeping_reader import SleepingCondition, sleep_between_looks
 
 pytestmark = pytest.mark.engine
 
@@ -26,8 +26,8 @@ def queues():
     ready.start()
     reader.wait_until_ready()
     ready.join()
-    read_patiently(reader)
-    assert type(reader._spin_condition) is PatientCondition
+    sleep_between_looks(reader)
+    assert type(reader._spin_condition) is SleepingCondition
     return writer, reader
 
 
@@ -67,7 +67,7 @@ def test_a_reader_that_has_waited_long_is_woken(queues):
 def test_a_queue_that_is_not_read_from_shared_memory_stays_as_it_is(condition):
     queue = types.SimpleNamespace(_spin_condition=condition)
     kind = type(condition)
-    read_patiently(queue)
+    sleep_between_looks(queue)
     assert queue._spin_condition is condition
     assert type(condition) is kind
-    read_patiently(None)
+    sleep_between_looks(None)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,6 +189,32 @@ def test_a_packer_starts_where_the_engine_has_more_files_open_than_select_can_ta
         for fd in fds:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- an end while one starts -------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_was_being_started_when_its_supervisor_stopped_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    supervisor = Supervisor(Settings.load(SETTINGS))
+    started: list[subprocess.Popen[bytes]] = []
+    stopping = threading.Thread(target=supervisor.stop)
+    start_process = subprocess.Popen
+
+    def stop_meanwhile(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+        started.append(start_process(*args, **kwargs))
+        stopping.start()
+        wait_until(lambda: supervisor._stopped, "it is told to stop, and waits for no lock")
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", stop_meanwhile)
+    with pytest.raises(PackerUnavailable, match="shutting down"):
+        supervisor.start("host")
+    stopping.join()
+    assert started[0].returncode is not None
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PackerUnavailable, match="shutting down"):
+        supervisor.start("host")
 
 
 # -- after the directory went ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``packer-service demo``: synthetic images and videos through the whole path, every byte checked, every hand-off timed.
 
-With vllm-omni installed it is the real engine and its worker; without, a small engine and worker side of this module's
-neighbour ``plain``. The packer is the real one either way.
+With vllm-omni installed it is the real engine and its worker (``engine_side``); without, a small engine and worker of the
+demo's own (``small_side``). The packer is the real one either way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -24,129 +23,20 @@ from rich.table import Table
 
 from packer_service.config import Settings
 from packer_service.errors import PackerError
+from worker_shim.demo.cases import ON_GPU, ON_HOST, BareCopy
+from worker_shim.demo.engine_side import EngineSide
 from worker_shim.synthetic.engine import engine, nvidia_gpus, prepare
-from worker_shim.synthetic.figures import percentile
+from worker_shim.synthetic.percentile import percentile
 
 MIB = 1 << 20
-
-
-class Case(NamedTuple):
-    """One row: what is asked for, by shape and dtype."""
-
-    name: str
-    height: int
-    width: int
-    num_frames: int
-    dtype: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1, 3, self.num_frames, self.height, self.width)
-
-
-ON_HOST = [
-    Case("image", 512, 512, 1, "float32"),
-    Case("image", 1024, 1024, 1, "float32"),
-    Case("image", 1024, 1024, 1, "bfloat16"),
-    Case("video", 256, 256, 17, "uint8"),
-    Case("video", 512, 512, 17, "float32"),
-]
-ON_GPU = [*ON_HOST, Case("video", 768, 768, 81, "bfloat16"), Case("video", 768, 768, 81, "float32")]
-
-
-class Handoffs(NamedTuple):
-    """What one case came to: seconds from the worker's hand-off to the engine, one at a time; then all at once."""
-
-    latencies_s: list[float]
-    wall_s: float
-    mismatches: int
-    own_path: int = 0  # outputs that did not come through the packer
-
-
-class BareCopy:
-    """The same bytes copied to the host and nothing else: pinned memory on a GPU, a plain copy without one."""
-
-    def __init__(self, case: Case, device: Any) -> None:
-        import torch
-
-        from worker_shim.synthetic.content import content
-
-        self.source = content(case.shape, case.dtype, 1, device)
-        self.target = torch.empty(case.shape, dtype=self.source.dtype, device="cpu", pin_memory=device.type == "cuda")
-        self.run()
-
-    def run(self) -> float:
-        """Seconds of one copy."""
-        import torch
-
-        begin = time.perf_counter()
-        self.target.copy_(self.source, non_blocking=True)
-        if self.source.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-
-def equal(output: Any, case: Case, seed: int, device: Any) -> bool:
-    """Whether ``output`` is, byte for byte, what the pipeline makes of this seed."""
-    import torch
-
-    from worker_shim.synthetic.content import content
-
-    expected = content(case.shape, case.dtype, seed, device).cpu()
-    if output.dtype != expected.dtype or output.shape != expected.shape:
-        return False
-    return torch.equal(output.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
-
-
-class EngineSide:
-    """The real vllm-omni engine with the packer behind it."""
-
-    def __init__(self, running: Any, device: Any) -> None:
-        from worker_shim.synthetic.timing import Arrivals
-
-        self._running = running
-        self._device = device
-        self._timer = Arrivals(running.executor)
-
-    @property
-    def packer_pids(self) -> list[int]:
-        return self._running.executor.packer_pids
-
-    def run(self, case: Case, requests: int, advance: Any) -> Handoffs:
-        mismatches = 0
-        for seed in range(2):  # the arena and the pool find their size
-            self._at_once(case, [seed])
-        self._timer.take()
-        before = self._running.executor.packer_outputs
-        for seed in range(requests):
-            mismatches += self._at_once(case, [seed])[0]
-            advance()
-        latencies = [handoff.handoff_s for handoff in self._timer.take()]
-        wrong, wall_s = self._at_once(case, list(range(requests)))
-        self._timer.take()
-        advance()
-        through_packer = self._running.executor.packer_outputs - before
-        return Handoffs(latencies, wall_s, mismatches + wrong, 2 * requests - through_packer)
-
-    def _at_once(self, case: Case, seeds: list[int]) -> tuple[int, float]:
-        """Run these requests at once; how many outputs were wrong, and in how many seconds they came."""
-        shape = {"height": case.height, "width": case.width, "num_frames": case.num_frames}
-        requests = {
-            seed: self._running.request(seed=seed, dtype=case.dtype, synchronize=True, **shape) for seed in seeds
-        }
-        begin = time.perf_counter()
-        results = self._running.run(requests.values())
-        wall_s = time.perf_counter() - begin
-        outputs = {seed: results[request.request_id].output for seed, request in requests.items()}
-        return sum(not equal(outputs[seed], case, seed, self._device) for seed in seeds), wall_s
 
 
 @contextlib.contextmanager
 def open_side(device: Any) -> Iterator[Any]:
     if importlib.util.find_spec("vllm_omni") is None:
-        from worker_shim.demo.plain import PlainSide
+        from worker_shim.demo.small_side import SmallSide
 
-        with PlainSide(on_gpu=device.type == "cuda") as side:
+        with SmallSide(on_gpu=device.type == "cuda") as side:
             yield side
         return
     import torch
@@ -191,7 +81,9 @@ def measure(console: Console, requests: int) -> dict[str, Any]:
             )
     return {
         "device": torch.cuda.get_device_name(0) if gpus else "host",
-        "engine": "vllm-omni" if importlib.util.find_spec("vllm_omni") else "plain (vllm-omni is not installed)",
+        "engine": "vllm-omni"
+        if importlib.util.find_spec("vllm_omni")
+        else "the demo's own (vllm-omni is not installed)",
         "packer": bool(packer_pids),
         "packer_pids": packer_pids,
         "mode": Settings.load().mode,

@@ -4,8 +4,8 @@ Note [What a forked child inherits]
 Memory that fork copies is each side's own from then on, and an output is to be no different. But the pool is shared memory,
 which fork shares. So no child inherits it (MADV_DONTFORK), except for the leases that are out: before a fork their pages are
 mapped privately instead, in this process too. The bytes stay the same and nothing is copied; whoever writes to a page, here
-or in a child, gets a copy of it, which the kernel makes. That leaves the packer, which writes to the memory itself once a
-lease is back: a lease waits for every process that inherited it, and its pages are shared again before it goes back.
+or in a child, gets a copy of it, which the kernel makes. The packer alone is left, which writes to the memory itself once
+a lease is back: a lease waits for every process that inherited it, and its pages are shared again before it goes back.
 
 Whether such a process lives is asked of the kernel, too: each fork has a page of its own, mapped for the child alone, whose
 open file holds a lock. A mapping keeps an open file, so the lock is there until the child, and each child that it forks, has
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -62,7 +63,7 @@ class Child:
 
     def __init__(self) -> None:
         self._probe = fd = -1
-        self._page = 0
+        self._page = 0  # its address; 0: there is none
         self._gone = False
         try:
             fd = create_memfd("packer-child", _PAGE)
@@ -70,7 +71,8 @@ class Child:
             self._page = map_pages(None, _PAGE, mmap.PROT_READ, mmap.MAP_SHARED, fd)
             self._probe = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # another open file, with no lock
         except OSError as error:
-            logger.warning(
+            log_after_fork(
+                logging.WARNING,
                 "a forked child cannot be followed: %s. The outputs that it inherits stay in the packer's pool until the"
                 " engine ends (is /proc mounted? LimitNOFILE, ulimit -n)",
                 error,
@@ -117,8 +119,14 @@ lock = threading.Lock()
 """Guards what holders know of their memory; held from before a fork until after it, so that no fork sees half of a change."""
 
 holders: set[Holder] = set()
-_forking = False  # this and the next under ``lock``
+_forking = False  # this and the next two under ``lock``
 _child: Child | None = None
+_unlogged: list[tuple[int, str, OSError]] = []
+
+
+def log_after_fork(level: int, message: str, error: OSError) -> None:
+    """Log what went wrong before a fork once that is over. A handler may wait, and all that use the pool wait for ``lock``."""
+    _unlogged.append((level, message, error))
 
 
 def _make_child() -> Child:
@@ -136,19 +144,23 @@ def _before() -> None:
 
 
 def _after() -> None:
-    global _forking, _child
+    global _forking, _child, _unlogged
     if not _forking:  # the wait for the lock was interrupted
         return
     if _child is not None:
         _child.forked()
     _child, _forking = None, False
+    unlogged, _unlogged = _unlogged, []
     lock.release()
+    for level, message, error in unlogged:
+        logger.log(level, message, error)
 
 
 def _after_in_child() -> None:
     global _forking, _child
     inherited = list(holders)
     holders.clear()
+    _unlogged.clear()  # its parent says it
     if _forking:
         _child, _forking = None, False
         lock.release()

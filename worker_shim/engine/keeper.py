@@ -9,7 +9,7 @@ from packer_service.errors import PackerUnavailable
 from packer_service.wire import handshake
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import Welcome
-from worker_shim.engine.receiver import Delivered
+from worker_shim.engine.delivered import Delivered
 from worker_shim.engine.result_queue import PackerResultQueue
 from worker_shim.link import Link
 from worker_shim.retries import Arrival

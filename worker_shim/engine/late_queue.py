@@ -1,7 +1,7 @@
 """The late messages of step mode: the queue they come through at the engine.
 
 In step mode vllm-omni has no pump: the engine's thread reads a worker's queue itself, for the reply to each step, and must
-find nothing else there. So what comes after its reply and not through the packer (an output that was handed back, an
+find nothing else there. So what comes after its reply and not through the packer (an output that falls back, an
 error) has a pipe of its own, and the steps keep vllm-omni's way, cost included.
 """
 

@@ -1,4 +1,4 @@
-"""Leases on the engine's side: the mapped segments, zero-copy arrays in them, and the way back.
+"""Leases on the engine's side: zero-copy arrays in mapped segments, and the way back.
 
 Note [What keeps a lease]
 Each array starts as a numpy array over exactly its own bytes of the mapping; the finalizer that gives the lease back sits
@@ -19,8 +19,7 @@ A forked child keeps the leases that it inherits: see Note [What a forked child 
 
 from __future__ import annotations
 
-import mmap
-import os
+import logging
 import queue
 import threading
 import weakref
@@ -31,11 +30,12 @@ import numpy as np
 
 from packer_service.errors import ProtocolError
 from packer_service.memory.extents import align
-from packer_service.memory.memfd import SharedMemory, address_of, check_memfd, map_memfd
-from packer_service.wire.protocol import MAX_PIECES, Lease, MapSegment, Release
+from packer_service.memory.memfd import SharedMemory
+from packer_service.wire.protocol import MAX_PIECES, Lease, Release
 from worker_shim.connection import Connection
 from worker_shim.engine import fork
 from worker_shim.engine.fork import Child
+from worker_shim.engine.segments import Segments
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
@@ -71,7 +71,8 @@ class _Out:
             try:
                 self.make_private()
             except OSError as error:
-                logger.error("a forked child and its parent share an output, and see what the other writes: %s", error)
+                message = "a forked child and its parent share an output, and see what the other writes: %s"
+                fork.log_after_fork(logging.ERROR, message, error)
         self.children = [child, *(older for older in self.children if older.lives())]
 
     @property
@@ -81,14 +82,14 @@ class _Out:
 
 
 class LeaseBook:
-    """The segments of one packer and the leases that are out. The pump thread adds, a thread of its own returns.
+    """The leases of one packer that are out. The pump thread adds, a thread of its own returns.
 
     ``fork.lock`` guards ``_out``.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, segments: Segments) -> None:
         self._connection = connection
-        self._segments: dict[int, SharedMemory] = {}  # pump thread only
+        self._segments = segments
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._end_use: Callable[[int], None] = self._deaths.put
         self._out: dict[int, _Out] = {}
@@ -100,24 +101,9 @@ class LeaseBook:
             fork.holders.add(self)
         self._thread.start()
 
-    def add_segment(self, segment: MapSegment, fds: list[int]) -> None:
-        """Map a segment. Takes over its descriptor."""
-        if not fds or segment.segment in self._segments:
-            raise ProtocolError(f"segment {segment.segment} came twice or without its memfd")
-        with fork.lock:  # else a child could inherit what is not hidden yet, and keep the whole segment for it
-            memory = SharedMemory.attach(fds.pop(), segment.nbytes, keep_fd=True)
-            self._segments[segment.segment] = memory
-            fork.hide(memory.address, memory.nbytes)
-
-    def forget_segment(self, number: int) -> None:
-        """Unmap a segment the packer took out of its pool; nothing in it is leased."""
-        memory = self._segments.pop(number, None)
-        if memory is not None:
-            memory.close()
-
     def grant(self, lease: Lease, uses: list[tuple[int, int]]) -> list[np.ndarray]:
         """One uint8 array for each ``(offset, nbytes)`` of the lease; it goes back when the last of them dies."""
-        memory = self._segments.get(lease.segment)
+        memory = self._segments.mapped.get(lease.segment)
         if memory is None or lease.offset + lease.nbytes > memory.nbytes:
             raise ProtocolError(f"lease {lease.lease} is not inside segment {lease.segment}")
         if any(offset < 0 or offset + nbytes > lease.nbytes for offset, nbytes in uses):
@@ -165,17 +151,22 @@ class LeaseBook:
             deaths = self._next_deaths(pause_s if unused else None)
             pause_s = _CHILDREN_POLL_S[0] if deaths else min(2 * pause_s, longest_s)
             closing = None in deaths
-            with fork.lock:
-                for lease in deaths:
-                    if lease is None or (out := self._out.get(lease)) is None:
-                        continue  # forgotten
-                    out.uses -= 1
-                    if not out.uses:
-                        unused[lease] = out
-                finished = [lease for lease, out in unused.items() if not out.inherited]
-                for lease in finished:
-                    unused.pop(lease).share_again()
-                    del self._out[lease]
+            try:
+                with fork.lock:
+                    for lease in deaths:
+                        if lease is None or (out := self._out.get(lease)) is None:
+                            continue  # forgotten
+                        out.uses -= 1
+                        if not out.uses:
+                            unused[lease] = out
+                    finished = [lease for lease, out in unused.items() if not out.inherited]
+                    for lease in finished:
+                        unused.pop(lease).share_again()
+                        del self._out[lease]
+            except OSError as error:
+                logger.error("leases cannot be returned, so their connection is given up: %s", error)
+                self._connection.shutdown()  # they go back with it
+                return
             for first in range(0, len(finished), MAX_PIECES):
                 self._connection.post(Release(tuple(finished[first : first + MAX_PIECES])))
 
@@ -201,10 +192,9 @@ class LeaseBook:
         for out in self._out.values():
             for child in out.children:
                 child.close()
-        self._close_segments()
 
     def close(self) -> None:
-        """Stop returning. Arrays that are out stay valid: they hold the mapping."""
+        """Stop returning. Arrays that are out stay valid, and their memory is this process's own from then on."""
         self._deaths.put(None)
         self._thread.join(timeout=5.0)
         with fork.lock:
@@ -215,28 +205,7 @@ class LeaseBook:
                 if out.uses and not out.children:
                     out.make_private()  # nobody else writes to it any more, and a later fork needs nothing of us
                 out.children = []
-            self._close_segments()
-
-    def _close_segments(self) -> None:
-        for memory in self._segments.values():
-            memory.close()
-        self._segments.clear()
 
 
 def _forget(lease: int) -> None:
     """A forked child's array died, which says nothing about its parent's."""
-
-
-def map_host_arrays(fds: list[int], nbytes: int) -> mmap.mmap:
-    """Map a worker's memfd of host arrays; it is unmapped when the last array in it dies. Takes over the descriptor."""
-    if not fds:
-        raise ProtocolError("host arrays came without their memfd")
-    fd = fds.pop()
-    try:
-        check_memfd(fd, nbytes)
-        mapping = map_memfd(fd, nbytes)
-        # Nobody else writes to it, so that a private mapping is all that a fork needs.
-        fork.make_private(address_of(mapping), nbytes, fd, 0)
-        return mapping
-    finally:
-        os.close(fd)

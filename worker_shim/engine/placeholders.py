@@ -6,16 +6,17 @@ chunks of a warm-up, what a client that left would have had. Their outputs would
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
 from worker_shim.log import get_logger
+from worker_shim.outputs.replies import in_reply
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,29 @@ class Unclaimed:
             self._ids.add(output_id)
         weakref.finalize(placeholder, self._deaths.put, output_id).atexit = False
 
+    def watch_reply(self, reply: Any) -> Any:
+        """Watch the placeholders in a worker's synchronous reply. What is to be used in its stead."""
+        if isinstance(reply, dict) and any(output.async_output_id is not None for output in in_reply(reply)):
+            # a copy: the pump that read a wave's reply keeps its message until the next one comes
+            reply = {**reply, "output": dataclasses.replace(reply["output"])}
+        for output in in_reply(reply):
+            if output.async_output_id is not None:
+                self.watch(output)
+        return reply
+
+    def watch_parts(self, parts: Iterable[Any]) -> None:
+        """Give each part of a batch's output that has only an id a placeholder, where vllm-omni would make one later that
+        nobody watches.
+
+        A part without its output's id beside it (a DP wave's) gets that: vllm-omni drops it by that id after an abort.
+        """
+        for part in parts:
+            if part.result is None and part.async_output_id is not None:
+                part.result = DiffusionOutput(async_output_id=part.async_output_id)
+                self.watch(part.result)
+            elif part.result is not None:
+                part.async_output_id = part.result.async_output_id
+
     def take(self, output_id: str) -> bool:
         """Somebody waits for this output, or has dropped it. False where that was known."""
         with self._lock:
@@ -71,32 +95,3 @@ class Unclaimed:
         self._deaths.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
-
-
-def in_reply(reply: Any) -> Iterator[DiffusionOutput]:
-    """The outputs in a synchronous reply of a worker: those of a step, or of one rank's part in a DP wave."""
-    if isinstance(reply, BatchRunnerOutput):
-        for part in reply.runner_outputs:
-            if part.result is not None:
-                yield part.result
-    elif isinstance(reply, RunnerOutput):
-        if reply.result is not None:
-            yield reply.result
-    elif isinstance(reply, dict) and "dp_rank" in reply and isinstance(reply.get("output"), DiffusionOutput):
-        yield reply["output"]
-
-
-def replace_in_reply(reply: Any, replace: Callable[[DiffusionOutput], DiffusionOutput]) -> None:
-    """Put ``replace(output)`` where each output of the reply is; a part that then holds a placeholder carries its id too.
-
-    With the id beside it vllm-omni itself drops the output of a request that was aborted meanwhile.
-    """
-    if isinstance(reply, dict):
-        for output in in_reply(reply):
-            reply["output"] = replace(output)
-        return
-    parts = reply.runner_outputs if isinstance(reply, BatchRunnerOutput) else [reply]
-    for part in parts:
-        if isinstance(part, RunnerOutput) and part.result is not None:
-            part.result = replace(part.result)
-            part.async_output_id = part.result.async_output_id

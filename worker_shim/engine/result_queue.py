@@ -16,8 +16,10 @@ from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
 from worker_shim.connection import Connection
+from worker_shim.engine.assembly import Received
+from worker_shim.engine.delivered import Delivered
 from worker_shim.engine.leases import LeaseBook
-from worker_shim.engine.receiver import Delivered, Received, Receiver
+from worker_shim.engine.receiver import Receiver
 from worker_shim.link import Packet
 
 _QUIET_S = 0.05
@@ -143,11 +145,11 @@ class PackerResultQueue:
         return received
 
     def ask(self, output_id: str) -> Callable[[float], str]:
-        """Ask how far the packer is with an output; see ``Receiver.ask``."""
+        """Ask how far the packer is with an output; see ``Questions.ask``."""
         receiver = self._receiver
-        return (
-            receiver.ask(output_id) if receiver is not None else lambda deadline: "waiting for the packer to come back"
-        )
+        if receiver is None:
+            return lambda deadline: "waiting for the packer to come back"
+        return receiver.questions.ask(output_id)
 
     def await_last_outputs(self, timeout_s: float) -> None:
         """A worker died: wait until what it had finished was dequeued, which another thread goes on doing meanwhile."""

@@ -2,10 +2,17 @@
 
 Each runs the ``packer_service`` that this process imported, with the environment that this process had when its executor
 started, and listens in the executor's run directory.
+
+Note [A fork beside a start]
+A process that another thread forks in the milliseconds of a start has copies of the pipes that are open then, Popen's own
+included, until it ends or becomes another program (all are O_CLOEXEC). Such a start may take as long as that process lives.
+Only a lock that is held while a process starts could keep forks out, and every fork of the engine would wait for it. So
+nothing keeps them out, and ``stop`` waits for such a start no longer than for a packer that does not end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -13,6 +20,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import spawn
 
@@ -27,6 +35,7 @@ logger = get_logger(__name__)
 
 _STOP_GRACE_S = 15.0
 _KILL_S = 10.0
+_SHUTTING_DOWN = "the executor is shutting down"
 _MODULE_PATH = "MANAGED_PACKER_PATH"  # read by packer_service/__main__.py
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(packer_service.__file__)), "__main__.py")
 _KEY_FILE = "/proc/self/fd/0"  # a packer's standard input is a pipe with the key: no file of it is left anywhere
@@ -47,7 +56,8 @@ class ManagedPacker:
 class Supervisor:
     """The packers of one executor: ``start`` each, ``restart`` those that died, ``stop`` all.
 
-    ``_lock`` guards the decision to start a process: after ``stop`` none is.
+    One process is started at a time, and none after ``stop``: ``_changed`` guards ``_starting`` and ``_stopped``, and nothing
+    is done under it but to look at them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -58,7 +68,8 @@ class Supervisor:
         self._directory = RunDirectory.make(run_directory.bases())
         self.key = secrets.token_hex(32).encode()
         self.packers: list[ManagedPacker] = []
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._starting = False
         self._stopped = False
         self._pid = os.getpid()
 
@@ -72,21 +83,23 @@ class Supervisor:
     def restart(self, packer: ManagedPacker) -> None:
         """The same for one that died or hangs; what is left of its process is killed first."""
         if packer.process is not None:
-            _kill(packer.process)
+            _end(packer.process, 0.0)
         self._run(packer)
 
     def _run(self, packer: ManagedPacker) -> None:
         reader, writer = os.pipe()
         try:
-            with self._lock:
-                if self._stopped:
-                    raise PackerUnavailable("the executor is shutting down")
+            with self._turn_to_start():
                 process = packer.process = self._spawn(packer, writer)
         except BaseException:
             os.close(reader)
             raise
         finally:
             os.close(writer)
+        if self._stopped:  # meanwhile, and ``stop`` need not have waited for it
+            os.close(reader)
+            _end(process, 0.0)
+            raise PackerUnavailable(_SHUTTING_DOWN)
         with os.fdopen(reader, "rb") as pipe:
             ready = select.poll()  # select() takes no descriptor above 1023
             ready.register(pipe, select.POLLIN)
@@ -96,16 +109,30 @@ class Supervisor:
                     f" start_timeout_s = {self._settings.start_timeout_s:g}"
                 )
             line = pipe.readline()
-        report = json.loads(line) if line else {"error": f"it died with exit code {process.wait()}"}
+        report = json.loads(line) if line else {"error": f"it died with exit code {_end(process, _KILL_S)}"}
         if "error" in report:
             raise PackerUnavailable(f"the packer on {packer.device} did not start: {report['error']}")
         packer.device_uuid = packer.device_uuid or report["device_uuid"]
         if report["device_uuid"] != packer.device_uuid:
-            _kill(process)
+            _end(process, 0.0)
             raise PackerUnavailable(
                 f"the packer on {packer.device} came up on {report['device_uuid']}, while this engine's worker runs on"
                 f" {packer.device_uuid}: see which GPUs the driver still lists (nvidia-smi -L)"
             )
+
+    @contextlib.contextmanager
+    def _turn_to_start(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._starting)
+            if self._stopped:
+                raise PackerUnavailable(_SHUTTING_DOWN)
+            self._starting = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting = False
+                self._changed.notify_all()
 
     def _spawn(self, packer: ManagedPacker, ready_fd: int) -> subprocess.Popen[bytes]:
         given = {name: getattr(self._settings, name) for name in PACKER_SETTINGS}
@@ -140,28 +167,30 @@ class Supervisor:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self._changed:
             self._stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._starting, _STOP_GRACE_S)
         processes = [packer.process for packer in self.packers if packer.process is not None]
         for process in processes:
             process.terminate()
         for process in processes:
-            try:
-                process.wait(_STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                logger.error("packer %d did not stop within %g s and is killed", process.pid, _STOP_GRACE_S)
-                _kill(process)
+            _end(process, _STOP_GRACE_S)
         self.packers.clear()
         self._directory.release()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """One that is stuck in its driver ends when that lets it: it is not waited for."""
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
+    """Wait ``grace_s`` for it to end, then kill it. Its exit code; None for one that its driver holds a while longer."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(grace_s)
+    if grace_s:
+        logger.error("packer %d did not stop within %g s and is killed", process.pid, grace_s)
     process.kill()
-    try:
-        process.wait(_KILL_S)
-    except subprocess.TimeoutExpired:
-        logger.error("packer %d is killed, and does not end within %g s: its driver holds it", process.pid, _KILL_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_KILL_S)
+    logger.error("packer %d is killed, and does not end within %g s: its driver holds it", process.pid, _KILL_S)
+    return None
 
 
 def _is_kept_from_packers(variable: str) -> bool:

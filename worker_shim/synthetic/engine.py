@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_shim.synthetic import host_platform
+from worker_shim.synthetic import host_plugin
 
 # What a pipeline's mode needs of the engine's configuration: engine(backend, pipeline, **BATCH).
 BATCH: dict[str, Any] = {"max_num_seqs": 4, "request_batch_max_wait_ms": 50.0}
@@ -59,7 +59,7 @@ def prepare(*paths: Path) -> None:
     if not nvidia_gpus():
         plugin = tempfile.mkdtemp(prefix="packer-host-platform-")
         atexit.register(shutil.rmtree, plugin, ignore_errors=True)
-        host_platform.write_plugin(plugin)
+        host_plugin.write_plugin(plugin)
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         found.append(plugin)
     root = str(Path(__file__).resolve().parents[2])  # a source checkout; harmless where the package is installed

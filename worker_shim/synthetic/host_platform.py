@@ -1,51 +1,83 @@
-"""Lets vllm-omni run its engine and worker on a machine with no GPU: for tests, the demo and CI.
+"""The vllm-omni platform of a machine with no GPU; worker_shim.synthetic.host_plugin registers it.
 
-vllm-omni ships no platform for a CPU but loads platforms from outside its tree, by entry point. `write_plugin` writes
-such an entry point, as an installed package would have it, into a directory of the caller's; a process that has this
-directory on its path and VLLM_TARGET_DEVICE=cpu in its environment then runs on
-`worker_shim.synthetic.host_platform_impl.HostOmniPlatform`. Installing this project registers nothing: a GPU machine never
-meets the platform unless it asks for it.
-
-Nothing here imports torch or vllm. Path and variable must be in place before a process imports vllm; see
-``worker_shim.synthetic.engine.prepare``.
+vLLM's own CPU platform, with the answers added that vllm-omni's diffusion worker asks of an accelerator: there is one
+device, it is the host, everything on it has already happened, and its memory is the machine's. It imports vllm_omni, so
+only vllm-omni, which resolves it by name, may import it.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-DISTRIBUTION = "packer_host_platform"
-
-_METADATA = """\
-Metadata-Version: 2.1
-Name: packer-host-platform
-Version: 0.1
-"""
-
-_ENTRY_POINTS = f"""\
-[vllm_omni.platform_plugins]
-packer_host = {DISTRIBUTION}:register
-"""
-
-# vllm-omni calls `register` in every process of its own and takes a platform's qualified name for yes, None for no.
-_MODULE = '''\
-"""Written by worker_shim.synthetic.host_platform: vllm-omni's platform on a machine with no GPU."""
-
-import os
+import psutil
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
-def register():
-    wanted = os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
-    return "worker_shim.synthetic.host_platform_impl.HostOmniPlatform" if wanted else None
-'''
+class HostOmniPlatform(OmniPlatform, CpuPlatform):
+    """Host memory as vllm-omni's device. It has no streams, events or allocator, so nothing to wait for or to reset."""
 
+    _omni_enum = OmniPlatformEnum.OOT
 
-def write_plugin(directory: str | os.PathLike[str]) -> None:
-    """Write the entry point and its module into `directory`, made if absent. It is the caller's, who deletes it."""
-    root = Path(directory)
-    dist_info = root / f"{DISTRIBUTION}-0.1.dist-info"
-    dist_info.mkdir(parents=True, exist_ok=True)
-    (dist_info / "METADATA").write_text(_METADATA)
-    (dist_info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    (root / f"{DISTRIBUTION}.py").write_text(_MODULE)
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_device_count(cls) -> int:
+        return 1
+
+    @classmethod
+    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def synchronize(cls) -> None:
+        pass
+
+    @classmethod
+    def empty_cache(cls) -> None:
+        pass
+
+    @classmethod
+    def supports_torch_inductor(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return psutil.virtual_memory().total
+
+    @classmethod
+    def get_free_memory(cls, device: torch.device | None = None) -> int:
+        return psutil.virtual_memory().available
+
+    @classmethod
+    def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
+        """(free, total) bytes, as torch.cuda.mem_get_info has them."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    # What torch's allocator holds and held: on the host it keeps no count.
+
+    @classmethod
+    def reset_peak_memory_stats(cls, device: torch.device | None = None) -> None:
+        pass
+
+    @classmethod
+    def memory_allocated(cls, device: torch.device | int | None = None) -> int:
+        return 0
+
+    @classmethod
+    def memory_reserved(cls, device: torch.device | int | None = None) -> int:
+        return 0
+
+    @classmethod
+    def max_memory_allocated(cls, device: torch.device | None = None) -> int:
+        return 0
+
+    @classmethod
+    def max_memory_reserved(cls, device: torch.device | None = None) -> int:
+        return 0

@@ -2,7 +2,7 @@
 
 Note [Who does what in the worker]
 Main thread, in ``stage``: find the device arrays, tell the packer to start, copy them into slots on the current stream,
-signal. Then, in ``submit_now``, pickle what is left of a plain output (``skeleton.survey``) and send it: waking the export
+signal. Then, in ``submit_now``, pickle what is left of a plain output (``survey.survey``) and send it: waking the export
 thread, and losing the GIL to it a few times, would cost this thread more. The main thread never waits for the packer: a
 message that finds no room goes to the outbox.
 Export thread, in ``submit``: what needs Python time or may wait: pickling any other output, host arrays, a full arena. Any
@@ -58,8 +58,15 @@ from packer_service.wire.protocol import (
 from worker_shim.connection import Connection, read_until_end
 from worker_shim.link import Link, Packet
 from worker_shim.log import get_logger
-from worker_shim.outputs import skeleton
-from worker_shim.outputs.skeleton import ARRAY_ALIGNMENT, Place
+from worker_shim.outputs import skeleton, survey
+from worker_shim.outputs.arrays import (
+    ARRAY_ALIGNMENT,
+    ArraySpec,
+    HostArrays,
+    Place,
+    flat_bytes,
+    tensor_from_bytes,
+)
 from worker_shim.retries import Arrival
 from worker_shim.worker.arena import Arena, Slot
 from worker_shim.worker.device import Chunk, ExportDevice, Signal, copy_into, record_lazy_use
@@ -92,7 +99,7 @@ class Staged:
     output_id: str
     output: object  # until it is pickled
     placed: list[tuple[torch.Tensor, Place]]  # its device arrays, which live until then
-    plain: bool = False  # see skeleton.Survey
+    plain: bool = False  # see survey.Survey
     yielding: frozenset[type] = frozenset()
     slots: list[Slot] = field(default_factory=list)  # one a piece, where they are in the arena
     beside: list[torch.Tensor] = field(default_factory=list)  # where they are not: flat uint8, one a piece
@@ -220,7 +227,7 @@ class Exporter:
         After it returns, the output's own memory may be overwritten or freed in stream order. So it stages where no packer is
         there to start, too: ``submit`` hands such an output back, and the own way it is read from where it was staged.
         """
-        tensors, plain, yielding = skeleton.survey(output, self.device.owns)
+        tensors, plain, yielding = survey.survey(output, self.device.owns)
         places, sizes = plan([tensor.nbytes for tensor in tensors])
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
@@ -317,7 +324,7 @@ class Exporter:
             for piece, size in enumerate(sizes):
                 owners = [(tensor, place) for tensor, place in staged.placed if place.piece == piece]
                 if size >= OWN_PIECE_BYTES and len(owners) == 1:
-                    view = skeleton.flat_bytes(owners[0][0])
+                    view = flat_bytes(owners[0][0])
                     record_lazy_use(self.device, owners[0][0])  # where it had to be made dense
                 else:
                     view = torch.empty(size, dtype=torch.uint8, device=owners[0][0].device)
@@ -535,7 +542,7 @@ class Exporter:
             # of this device it was hidden where survey does not look
             return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
 
-        def dump(output: object) -> tuple[bytes, skeleton.HostArrays]:
+        def dump(output: object) -> tuple[bytes, HostArrays]:
             return skeleton.dump(output, staged.placed, to_host, staged.yielding)
 
         with contextlib.nullcontext() if staged.plain else self.device.after(staged.signal.value):
@@ -596,11 +603,11 @@ class Exporter:
         """The output itself, over its pieces. Its bytes are complete once the device is past its signal."""
         specs, pickled = skeleton.array_specs(staged.payload)
 
-        def device_tensor(spec: skeleton.ArraySpec) -> torch.Tensor:
+        def device_tensor(spec: ArraySpec) -> torch.Tensor:
             view = staged.view(spec.piece)[spec.offset : spec.offset + spec.nbytes]
             # vllm-omni goes by the size of a storage: of a small view of a large one it makes named memory, which has no
             # form for an empty tensor and takes a scalar for a vector
-            return skeleton.tensor_from_bytes(view if spec.nbytes >= OWN_PIECE_BYTES else view.clone(), spec)
+            return tensor_from_bytes(view if spec.nbytes >= OWN_PIECE_BYTES else view.clone(), spec)
 
         return skeleton.load(specs, pickled, device_tensor, staged.host.buffer if staged.host else b"")
 

@@ -28,9 +28,9 @@ from vllm_omni.platforms import current_omni_platform
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import DeviceError, PackerError, PackerUnavailable
 from packer_service.wire.protocol import Withdraw
-from worker_shim.engine.placeholders import replace_in_reply
 from worker_shim.log import get_logger
-from worker_shim.outputs.skeleton import tensors_nbytes
+from worker_shim.outputs.replies import replace_in_reply
+from worker_shim.outputs.survey import tensors_nbytes
 from worker_shim.worker.device import open_export_device
 from worker_shim.worker.exporter import Exporter, Staged
 from worker_shim.worker.shm_room import NoRoom, Rings, pack_into_what_is_free, reserve_message

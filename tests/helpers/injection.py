@@ -1,4 +1,4 @@
-"""Faults of packers that a test switches on and off; tests/faults/inject/faulty_packer.py is what happens in the packer."""
+"""Faults of packers that a test switches on and off; tests/helpers/inject/faulty_packer.py is what happens in the packer."""
 
 from __future__ import annotations
 

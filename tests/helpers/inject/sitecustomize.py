@@ -1,4 +1,4 @@
-"""Python imports this at its start where tests/faults/injection.py put it on the module path. It breaks packers alone.
+"""Python imports this at its start where tests/helpers/injection.py put it on the module path. It breaks packers alone.
 
 A fault is a file in $PACKER_FAULTS, looked for each time: a test makes and removes it while the packer runs.
 """

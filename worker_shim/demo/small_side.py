@@ -1,4 +1,4 @@
-"""A worker and an engine for the demo where vllm-omni is not installed: a child process exports, this one receives."""
+"""The demo where vllm-omni is not installed: a child process exports as a worker does, this one receives as an engine does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 from packer_service.config import Settings
 from packer_service.wire import handshake
 from worker_shim.connection import Connection
-from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.demo.cases import Case, Handoffs, equal
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.receiver import Receiver
 from worker_shim.engine.supervisor import Supervisor
 
 _TIMEOUT_S = 120.0
@@ -32,8 +34,8 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
     settled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def handed_back(staged: Staged, reason: str) -> None:
-        problems.put(f"output {staged.output_id} came back: {reason}")
+    def fell_back(staged: Staged, reason: str) -> None:
+        problems.put(f"output {staged.output_id} fell back: {reason}")
         settled.put(staged.output_id)
 
     exporter = Exporter(
@@ -44,7 +46,7 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
         session=session,
         mac_key=mac_key,
         on_settled=settled.put,
-        on_fallback=handed_back,
+        on_fallback=fell_back,
     )
     connection.send("ready")
     while (request := connection.recv()) is not None:
@@ -66,14 +68,14 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     exporter.close()
 
 
-class PlainSide:
+class SmallSide:
     """The engine side, with its worker process and its managed packer; all three end with the ``with`` block."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._settings = Settings.load()
         self._on_gpu = on_gpu
 
-    def __enter__(self) -> PlainSide:
+    def __enter__(self) -> SmallSide:
         self._supervisor = Supervisor(self._settings)
         try:
             self._connect()
@@ -107,10 +109,8 @@ class PlainSide:
         self._receiver.close()
         self._supervisor.stop()
 
-    def run(self, case: Any, requests: int, advance: Any) -> Any:
+    def run(self, case: Case, requests: int, advance: Any) -> Handoffs:
         import torch
-
-        from worker_shim.demo.__main__ import Handoffs, equal
 
         device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         latencies, mismatches = [], 0
@@ -130,7 +130,7 @@ class PlainSide:
         advance()
         return Handoffs(latencies, wall_s, mismatches)
 
-    def _one(self, case: Any, seed: int) -> tuple[Any, float]:
+    def _one(self, case: Case, seed: int) -> tuple[Any, float]:
         self._connection.send((case.shape, case.dtype, seed, os.urandom(8).hex()))
         received = self._receiver.receive(_TIMEOUT_S)
         arrived = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How the demo and the benchmarks sum up what they measured."""
+"""The one statistic of the demo and the benchmarks."""
 
 from __future__ import annotations
 

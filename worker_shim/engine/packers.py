@@ -1,0 +1,126 @@
+"""The packers of one executor: started or found, a session with each, kept as long as a worker uses it, ended in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from vllm_omni.platforms import current_omni_platform
+
+from packer_service.config import Settings
+from packer_service.errors import PackerError, PackerUnavailable
+from worker_shim.engine.delivered import Delivered
+from worker_shim.engine.keeper import PackerKeeper
+from worker_shim.engine.result_queue import PackerResultQueue
+from worker_shim.engine.supervisor import Supervisor
+from worker_shim.log import get_logger
+from worker_shim.retries import Arrival
+from worker_shim.worker_config import WorkerConfig
+
+logger = get_logger(__name__)
+
+
+class Packers:
+    """One keeper a packer, and the supervisor of managed ones. The executor's thread opens them; any thread may end them.
+
+    Once ``closing`` is set, none is waited for any more.
+    """
+
+    def __init__(self, delivered: Delivered, closing: threading.Event) -> None:
+        self.keepers: list[PackerKeeper] = []
+        self._supervisor: Supervisor | None = None
+        self._delivered = delivered
+        self._closing = closing
+
+    def open(self, settings: Settings, ranks: frozenset[int]) -> WorkerConfig:
+        """Have a packer for every GPU whose worker replies (``ranks``), and a session with each.
+
+        With none to be had, no rank exports: our worker packs outputs the way vllm-omni does, on any device.
+        PackerUnavailable instead where ``fallback="fail"``.
+        """
+        try:
+            packers, key = self._start(settings, ranks) if settings.mode == "managed" else self._find(settings)
+            session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
+            arrival = Arrival(settings, self._closing) if settings.mode == "sidecar" else None
+            for socket, restart in packers.items():
+                keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart, arrival)
+                self.keepers.append(keeper)
+                device = keeper.welcome
+                logger.info(
+                    "outputs of %s (%s) go through packer %d", device.device_name, device.device_uuid, device.pid
+                )
+        except (PackerError, OSError) as error:
+            self.close()
+            if settings.fallback == "fail" or self._closing.is_set():
+                raise
+            logger.warning(
+                "packer: serving through vllm-omni's own output path: %s. The setting fallback='fail' refuses instead",
+                error,
+            )
+            return WorkerConfig(settings, "", {}, frozenset(), b"", b"")
+        by_device = {keeper.welcome.device_uuid: keeper.socket for keeper in self.keepers}
+        return WorkerConfig(settings, session, by_device, ranks, key, mac_key)
+
+    def _find(self, settings: Settings) -> tuple[dict[str, Callable[[], None] | None], bytes]:
+        """The sockets of the packers that somebody else runs, one a GPU, and their key. Nothing of ours starts them again."""
+        if not settings.sockets():
+            raise PackerUnavailable(
+                "mode is 'sidecar' and the setting socket names no packer's socket (PACKER_SOCKET=/run/packer/gpu0.sock;"
+                " of several GPUs, separated by commas)"
+            )
+        return dict.fromkeys(settings.sockets()), settings.read_key()
+
+    def _start(self, settings: Settings, ranks: frozenset[int]) -> tuple[dict[str, Callable[[], None] | None], bytes]:
+        """The sockets of packers that were started, one a GPU, with what starts each again, and their key."""
+        kind = current_omni_platform.device_type
+        if kind not in ("cuda", "cpu") or (kind == "cuda" and not current_omni_platform.is_cuda()):
+            raise PackerUnavailable(f"the packer copies from NVIDIA GPUs, and this platform is {kind!r}")
+        self._supervisor = supervisor = Supervisor(settings)
+        for device in [f"cuda:{rank}" for rank in sorted(ranks)] if kind == "cuda" else ["host"]:
+            supervisor.start(device)
+        restarts = {packer.socket: functools.partial(supervisor.restart, packer) for packer in supervisor.packers}
+        return {**restarts}, supervisor.key
+
+    def keep_only(self, device_uuids: set[str]) -> None:
+        """End the session with every packer of another device: no worker uses it. A managed one exits with that."""
+        unused = [keeper for keeper in self.keepers if keeper.welcome.device_uuid not in device_uuids]
+        self.keepers = [keeper for keeper in self.keepers if keeper not in unused]
+        for keeper in unused:
+            logger.warning("packer: no worker uses the packer at %s, which is left", keeper.socket)
+            keeper.stop()
+            keeper.close()
+
+    @property
+    def queues(self) -> list[PackerResultQueue]:
+        return [keeper.queue for keeper in self.keepers]
+
+    def states(self, output_id: str, timeout_s: float) -> list[str]:
+        """How far each packer is with an output. All are asked before any is waited for."""
+        answers = [queue.ask(output_id) for queue in self.queues]
+        deadline = time.monotonic() + timeout_s
+        return [answer(deadline) for answer in answers]
+
+    def await_last_outputs(self, timeout_s: float) -> None:
+        """A worker died: wait until what it had finished was delivered, up to ``timeout_s`` for each packer."""
+        for queue in self.queues:
+            queue.await_last_outputs(timeout_s)
+
+    def stop(self) -> None:
+        """Bring nothing back any more; what is there goes on."""
+        for keeper in self.keepers:
+            keeper.stop()
+
+    def close(self) -> None:
+        """End managed packers, then the sessions. Tensors that are out stay valid. Idempotent."""
+        self.stop()
+        keepers, self.keepers = self.keepers, []
+        with contextlib.ExitStack() as ends:  # each end comes whatever became of the one before, the last first
+            for keeper in keepers:
+                ends.callback(keeper.close)
+            if self._supervisor is not None:
+                ends.callback(self._supervisor.stop)
+                self._supervisor = None
