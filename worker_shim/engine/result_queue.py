@@ -42,6 +42,7 @@ class PackerResultQueue:
         self._delivered = delivered
         self._changed = threading.Condition()
         self._receiver: Receiver | None = None
+        self._opened: Receiver  # the last one, for the link's thread to close
         self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # why each connection ended
         self._pumped = False  # the pump reads; it says so before it asks for ``_watching``
         self._watching = threading.Lock()  # held by the link's thread while it reads
@@ -58,17 +59,15 @@ class PackerResultQueue:
         receiver = Receiver(connection, self._mac_key, self._delivered, on_worker_gone=self.worker_gone.set)
         with self._changed:
             self.worker_gone.clear()  # a worker that lives has connected anew
-            self._receiver = receiver
+            self._receiver = self._opened = receiver
             self._changed.notify_all()
         return ()
 
     def read(self, connection: Connection) -> str:
-        receiver = self._receiver
         while self._ends.empty() and self._watch():
             pass
         reason = self._ends.get()
-        if receiver is not None:
-            receiver.close()
+        self._opened.close()
         return reason
 
     def suspend(self) -> None:
