@@ -14,9 +14,9 @@ import threading
 from collections import Counter
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from packer_process import DEADLINE_S, MAC, MIB, wait_until
+from packer_process import MAC, MIB, wait_until
 
 from packer_service.config import Settings
 from packer_service.devices.host import HostDevice, HostStream
@@ -47,6 +47,7 @@ from packer_service.wire.protocol import (
     Withdraw,
 )
 
+DEADLINE_S = 5.0
 POOL = 2 * MIB
 SMALL, LARGE = 1000, 700_000  # bytes of a piece: of the large ones two find room, and not three
 SLOT = 2 * LARGE
@@ -192,7 +193,7 @@ class Life:
 
     def send(self, message, fd=None) -> None:
         """Also to a packer whose connection is full: it waits for nobody, so it makes room."""
-        wait_until(lambda: self.worker.try_send(message, fd), "the packer takes a message")
+        wait_until(lambda: self.worker.try_send(message, fd), "the packer takes a message", DEADLINE_S)
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Life:
                 waiting = outputs.within(COPYING)
             return not any(output.export.ready <= self.timeline.counter for output in waiting[:1])
 
-        wait_until(idle, "the copies end")
+        wait_until(idle, "the copies end", DEADLINE_S)
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Life:
             for sent in self._take_waiting(SLOTS):
                 sent.second = Withdraw(sent.id)
                 self.send(sent.second)
-            wait_until(self._all_answered, "every output is answered")
+            wait_until(self._all_answered, "every output is answered", DEADLINE_S)
         if self.end == "worker dies":
             self.alive = False
             self.worker.shutdown()
@@ -366,9 +367,13 @@ class Life:
             self.engine_thread.join(DEADLINE_S)
             self.pool.refuse()
             self.session.disconnect()
-        wait_until(lambda: [self._read_output(), self._drain_answers()] and not self.thread.is_alive(), "the end")
         wait_until(
-            lambda: not self._read_output() and self.engine_session._outbox.flush(0.0), "the engine reads it all"
+            lambda: [self._read_output(), self._drain_answers()] and not self.thread.is_alive(), "the end", DEADLINE_S
+        )
+        wait_until(
+            lambda: not self._read_output() and self.engine_session._outbox.flush(0.0),
+            "the engine reads it all",
+            DEADLINE_S,
         )
         while self._read_output():
             pass
@@ -380,6 +385,7 @@ class Life:
         if self.end != "engine dies":
             self.engine.send(Release(tuple(self.leases)))
             wait_until(lambda: not self.pool.leased_bytes, "all regions return", 2.0)
+            assert not self.pool._leased
         self.engine_session.disconnect()
         self.engine_thread.join(DEADLINE_S)
         self.engine_session.close()
@@ -437,7 +443,8 @@ STEP = st.one_of(
 ENDS = ["all is delivered", "worker dies", "worker hangs up", "engine dies"]
 
 
-@settings(deadline=None, max_examples=50)
+# An example that fails often waits for something that does not come: to make it smaller would take minutes.
+@settings(deadline=None, max_examples=50, phases=[Phase.explicit, Phase.generate])
 @given(end=st.sampled_from(ENDS), steps=st.lists(STEP, min_size=8, max_size=40))
 def test_whatever_happens_each_output_ends_once_and_right_and_nothing_is_left_over(end, steps):
     life = Life(end)
