@@ -23,7 +23,8 @@ from packer_service.devices.host import HostDevice, HostStream
 from packer_service.errors import DeviceBusy, DeviceError, PeerClosed
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TimelinePage
-from packer_service.pool.pool import Budget, Pool
+from packer_service.pool.budget import Budget
+from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.output import COPYING, TRANSITIONS, Event, Output, State
 from packer_service.sessions.worker import WorkerSession
@@ -384,7 +385,7 @@ class Life:
             self._check_end(sent)
         if self.end != "engine dies":
             self.engine.send(Release(tuple(self.leases)))
-            wait_until(lambda: not self.pool.leased_bytes, "all regions return", 2.0)
+            wait_until(lambda: not self.pool._regions, "all regions return", 2.0)
             assert not self.pool._leased
         self.engine_session.disconnect()
         self.engine_thread.join(DEADLINE_S)
