@@ -8,30 +8,29 @@ copies are over is settled, by the thread that brought it there: OUTPUT_READY go
 is it acknowledged to the worker, so that an output is always in the worker's arena or in the engine's hands. From then on
 its regions are the engine's leases. What failed is declined, and the worker sends it another way.
 
-       Export                                   Probe (which is whole)
-         |                                        |
-         v                 SECOND                 v
-       QUEUED ----------------------------> QUEUED_WHOLE         its copies are not submitted
-         |                                        |              (OVER: they never will be, as from COPYING)
-         | SUBMITTED                              | SUBMITTED
-         v                 SECOND                 v
-       COPYING ---------------------------> COPYING_WHOLE        a plain skeleton is told to the engine (OUTPUT_COMING)
-         |                                        |
-         | OVER                                   | OVER
-         v                 SECOND                 v    END: it is withdrawn or void, or a probe
-       COPIED ----------------------------> SETTLING ---------------------------------------.
-     (an Export without pieces                |   |   |                                     |
-      begins here)                    PUBLISH |   |   | FAIL                                |
-                                    .---------'   |   '----------.                          |
-                                    v             | DECLINE      v                          v
-                               PUBLISHING         |           FAILING ------- END -----> ENDED
-                                    |  '----------|----------------- END: it is acked -----^
-                                    |   DECLINE:  v                                         |
-                                    '-------> DECLINED --------------- END: it is nacked ---'
-                                 it cannot be sent
+     Export                               Probe
+       |                                    |
+       v              SECOND                v
+     QUEUED -------------------------> QUEUED_WHOLE
+       |                                    |
+       | SUBMITTED                          | SUBMITTED
+       v              SECOND                v
+     COPYING ------------------------> COPYING_WHOLE
+       |                                    |
+       | OVER                               | OVER
+       v              SECOND                v           END (withdrawn, void, or a probe)
+     COPIED -------------------------> SETTLING ---------------------------------------> ENDED
+                                         | | |                                           ^ ^ ^
+                                         | | `-- FAIL -----> FAILING ------- END --------' | |
+                                         | `---- PUBLISH --> PUBLISHING ---- END ----------' |
+                                         |                      |                            |
+                                         |                      | DECLINE                    |
+                                         |                      v                            |
+                                         `------ DECLINE --> DECLINED ------ END ------------'
 
-When the worker is gone, END also leads from QUEUED, QUEUED_WHOLE and COPIED to ENDED. Whatever the engine was told is coming
-and does not come is taken back (OUTPUT_GONE).
+An Export without pieces begins COPIED. Where no copy can be made, OVER leads from QUEUED to COPIED and from QUEUED_WHOLE to
+SETTLING. When the worker is gone, END leads from QUEUED, QUEUED_WHOLE and COPIED to ENDED. A plain skeleton goes to the
+engine while its output is copied (OUTPUT_COMING): ``coming``. If that does not come after all, it is taken back (OUTPUT_GONE).
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class ImpossibleTransition(RuntimeError):
 
 @dataclass(eq=False)
 class Output:
-    """One output. ``regions`` and ``marker`` are written by whoever submits it, the rest under the lock of ``Outputs``
-    before it settles, and by the thread that settles it from then on."""
+    """One output. Whoever submits it writes ``regions`` and ``marker``, the reader ``second`` and ``host_fd``, whoever tells
+    the engine ``coming``; all of it is the thread's that settles it, once it settles. See ``on`` for ``state``."""
 
     export: Export
     second: Skeleton | Withdraw | Probe | None = None

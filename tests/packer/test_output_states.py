@@ -48,7 +48,7 @@ from packer_service.wire.protocol import (
     Withdraw,
 )
 
-DEADLINE_S = 5.0
+DEADLINE_S = 10.0
 POOL = 2 * MIB
 SMALL, LARGE = 1000, 700_000  # bytes of a piece: of the large ones two find room, and not three
 SLOT = 2 * LARGE
@@ -385,7 +385,7 @@ class Life:
             self._check_end(sent)
         if self.end != "engine dies":
             self.engine.send(Release(tuple(self.leases)))
-            wait_until(lambda: not self.pool._regions, "all regions return", 2.0)
+            wait_until(lambda: not self.pool._regions, "all regions return", DEADLINE_S)
             assert not self.pool._leased
         self.engine_session.disconnect()
         self.engine_thread.join(DEADLINE_S)

@@ -678,7 +678,7 @@ def test_an_output_before_the_timeline_is_refused(packer, others):
             assert_refused(channel, "before the worker's timeline")
 
 
-def test_an_event_that_the_device_does_not_have_is_handed_back(pair):
+def test_an_event_that_the_device_does_not_have_is_declined(pair):
     engine, worker = pair
     worker.channel.send(Export("output", 1, (worker.write(b"x"),), bytes(64)))
     worker.skeleton("output")
@@ -688,7 +688,7 @@ def test_an_event_that_the_device_does_not_have_is_handed_back(pair):
     transfer(engine, worker)
 
 
-def test_a_chunk_that_cannot_be_imported_hands_back_its_outputs_only(pair):
+def test_outputs_of_a_chunk_that_cannot_be_imported_are_declined_and_no_others(pair):
     engine, worker = pair
     fd = create_memfd("larger than any address space", 1 << 50)
     worker.channel.send(MapChunk(1, 1 << 50), fd)
@@ -1084,7 +1084,7 @@ def test_an_output_that_finds_no_room_waits_for_a_lease(small):
         assert engine.read(second) == [b"2" * POOL]
 
 
-def test_an_output_that_waited_in_vain_is_handed_back_with_the_setting_to_raise(tmp_path):
+def test_an_output_that_waited_in_vain_is_declined_with_the_setting_to_raise(tmp_path):
     with (
         running_packer(tmp_path / "run", pool_max_bytes="2MiB", wait_s=0.05) as packer,
         session(packer) as (engine, worker),
