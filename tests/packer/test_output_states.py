@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from unittest import mock
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from packer_process import MAC, MIB, wait_until
@@ -387,6 +388,11 @@ class Life:
             self.engine.send(Release(tuple(self.leases)))
             wait_until(lambda: not self.pool._regions, "all regions return", DEADLINE_S)
             assert not self.pool._leased
+        self.close()
+        assert not self.defects, self.defects
+        assert len(os.listdir("/proc/self/fd")) == self.fds_before
+
+    def close(self) -> None:
         self.engine_session.disconnect()
         self.engine_thread.join(DEADLINE_S)
         self.engine_session.close()
@@ -395,8 +401,6 @@ class Life:
         for segment in self.segments.values():
             segment.close()
         self.stack.close()
-        assert not self.defects, self.defects
-        assert len(os.listdir("/proc/self/fd")) == self.fds_before
 
     def _all_answered(self) -> bool:
         self._read_output()
@@ -453,3 +457,21 @@ def test_whatever_happens_each_output_ends_once_and_right_and_nothing_is_left_ov
         for step, *arguments in steps:
             step(life, *arguments)
         life.finish()
+
+
+def test_what_cannot_follow_ends_the_session_and_publishes_nothing():
+    life = Life("worker hangs up")
+    with contextlib.closing(life.stack):
+        life.stack.enter_context(mock.patch.dict(TRANSITIONS[State.SETTLING], clear=True))
+        life.export([(SMALL,)], False)
+        life.skeleton(1, False, False)
+        life.complete(1.0)
+        with pytest.raises(PeerClosed):
+            life.worker.receive(DEADLINE_S)
+        life._hang_up()
+        life.thread.join(DEADLINE_S)
+        assert not life.thread.is_alive()
+        life.read_outputs()
+        assert not life.ends
+        assert life.defects
+        life.close()
