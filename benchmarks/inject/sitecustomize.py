@@ -7,11 +7,13 @@ if os.environ.get("BENCHMARK_STEPS") and any(
     argument.endswith(("packer_service", "packer_service/__main__.py")) for argument in sys.orig_argv
 ):
     from benchmarks.stopwatch import Stopwatch
-    from packer_service.sessions import worker
+    from packer_service.sessions.copier import Copier
+    from packer_service.sessions.delivery import Delivery
+    from packer_service.sessions.worker import WorkerSession
 
     stopwatch = Stopwatch("packer")
-    stopwatch.time(worker.WorkerSession, "_start", "give it regions, submit wait and copy")
-    stopwatch.time(worker.WorkerSession, "_finish", "wait for the copy")
-    stopwatch.time(worker.WorkerSession, "_take_second", "take the skeleton")
-    stopwatch.time(worker.WorkerSession, "_announce", "send OUTPUT_COMING")
-    stopwatch.time(worker.WorkerSession, "_publish", "send OUTPUT_READY, note the ack")
+    stopwatch.time(WorkerSession, "_start", "give it regions, submit wait and copy")
+    stopwatch.time(Copier, "_finish", "wait for the copy")
+    stopwatch.time(WorkerSession, "_take_skeleton", "take the skeleton")
+    stopwatch.time(Delivery, "tell_coming", "send OUTPUT_COMING")
+    stopwatch.time(Delivery, "_publish", "send OUTPUT_READY, note the ack")

@@ -1,4 +1,4 @@
-"""What a packer does for one engine: its pool, the segments it was told of, the outputs it is sent, the leases it returns."""
+"""What a packer does for one engine: its pool, the segments it maps, the outputs it is sent, the leases it returns."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from packer_service.wire.protocol import (
     Ping,
     Pong,
     UnmapSegment,
-    WorkerGone,
 )
 
 logger = logging.getLogger(__name__)
 
 
 class EngineSession:
-    """One engine: its pool, the segments it was told of, the outputs it is sent.
+    """One engine: its pool, the segments it maps, the outputs it is sent.
 
     The reader (the thread in ``serve``) takes leases back; any thread sends, and none ever waits for the engine.
     """
@@ -37,18 +36,17 @@ class EngineSession:
         self.name = name
         self.pool = pool
         self._describe = describe  # how far an output of any of its workers is
-        self.bad_releases = 0  # written by the reader only
         self._channel = channel
         self._outbox = Outbox(name, channel)
-        self._lock = threading.Lock()  # guards _announced, and has a segment go before what lies in it
-        self._announced: set[int] = set()
-        pool.on_trim = self._forget_segment
+        self._lock = threading.Lock()  # guards _mapped, and has a segment go before what lies in it
+        self._mapped: set[int] = set()  # segments that the engine was told to map
+        pool.on_trim = self._unmap_segment
         pool.owner = name
 
     def serve(self) -> None:
         """Take leases back until the engine is gone."""
         try:
-            self.announce_segments()
+            self._map_segments()
             while True:
                 try:
                     received = self._channel.receive()
@@ -66,15 +64,14 @@ class EngineSession:
                     continue
                 if isinstance(message, protocol.SegmentLost):
                     with self._lock:
-                        self._announced.discard(message.segment)
-                    self.announce_segments()
+                        self._mapped.discard(message.segment)
+                    self._map_segments()
                     continue
                 assert isinstance(message, protocol.Release)
                 for lease in message.leases:
                     try:
                         self.pool.end_lease(lease)
                     except ProtocolError as error:
-                        self.bad_releases += 1
                         logger.warning("engine %s: %s", self.name, error)
         except PeerClosed:
             logger.info("engine %s is gone", self.name)
@@ -85,30 +82,30 @@ class EngineSession:
             logger.error("engine %s cannot be served and is disconnected: %s", self.name, error)
             refuse(self._channel, f"the packer cannot serve you: {error}")
 
-    def announce_segments(self) -> None:
-        """Tell the engine of every segment it does not know yet, so that it maps them before an output needs them."""
+    def _map_segments(self) -> None:
+        """Have the engine map every segment that it has not yet, before an output needs it."""
         with self._lock:
             for segment in self.pool.segments:
-                if segment.number not in self._announced:
+                if segment.number not in self._mapped:
                     message = MapSegment(segment.number, segment.memory.nbytes)
                     self._outbox.offer(message, segment.memory.fd, ignore)
-                    self._announced.add(segment.number)
+                    self._mapped.add(segment.number)
 
-    def _forget_segment(self, number: int) -> None:
+    def _unmap_segment(self, number: int) -> None:
         with self._lock:
-            if number in self._announced:
-                self._announced.discard(number)
-                self._outbox.send(UnmapSegment(number), done=functools.partial(self._segment_gone_sent, number))
+            if number in self._mapped:
+                self._mapped.discard(number)
+                self._outbox.send(UnmapSegment(number), done=functools.partial(self._unmap_sent, number))
 
-    def _segment_gone_sent(self, number: int, error: Exception | None) -> None:
+    def _unmap_sent(self, number: int, error: Exception | None) -> None:
         if error is not None and not isinstance(error, PeerClosed):  # who is gone unmaps everything
             logger.error("engine %s cannot be told that segment %d left: %s", self.name, number, error)
 
     def publish(self, message: OutputComing | OutputReady, fd: int | None = None, done: Done = ignore) -> None:
-        """``tell``, once the engine was told of the segments that the output lies in."""
+        """``tell``, once the engine was told to map the segments that the output lies in."""
         try:
-            if any(lease.segment not in self._announced for lease in message.leases):
-                self.announce_segments()
+            if any(lease.segment not in self._mapped for lease in message.leases):
+                self._map_segments()
         except (PackerError, OSError) as error:
             done(error)
         else:
@@ -117,10 +114,6 @@ class EngineSession:
     def tell(self, message: protocol.Message, fd: int | None = None, done: Done = ignore) -> None:
         """Send a message, as soon as the engine reads. ``done`` is called once, now or later."""
         self._outbox.send(message, fd, done)
-
-    def tell_worker_gone(self) -> None:
-        """See ``WorkerGone``."""
-        self.tell(WorkerGone())
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""

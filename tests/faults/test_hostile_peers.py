@@ -41,7 +41,8 @@ from packer_service.memory.memfd import SharedMemory, create_memfd
 from packer_service.pool.budget import Budget
 from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
-from packer_service.sessions.worker import MAX_CHUNKS, MAX_HOST_MEMFDS, WorkerSession
+from packer_service.sessions.imports import MAX_CHUNKS
+from packer_service.sessions.worker import MAX_HOST_MEMFDS, WorkerSession
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import (

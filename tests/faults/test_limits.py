@@ -83,7 +83,7 @@ def test_with_a_leaking_consumer_outputs_take_the_own_path_and_come_back_when_le
             assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
             worker.exporter.release(staged)
         worker.handed_back.clear()
-        packer.wait_log("output full 0 of worker .* is handed back")
+        packer.wait_log("output full 0 of worker .* is declined")
         del leaked
         engine.wait_no_lease()
         worker.send([torch.ones(FLOATS * 2)], "after")

@@ -42,7 +42,7 @@ from packer_service.errors import HandshakeError, PackerError, PackerUnavailable
 from packer_service.memory.ack_page import WORDS, AckPage
 from packer_service.memory.memfd import SharedMemory, create_memfd
 from packer_service.server import Server
-from packer_service.sessions.worker import MAX_CHUNKS
+from packer_service.sessions.imports import MAX_CHUNKS
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, close_fds
 from packer_service.wire.protocol import (
@@ -678,7 +678,7 @@ def test_an_output_before_the_timeline_is_refused(packer, others):
             assert_refused(channel, "before the worker's timeline")
 
 
-def test_an_event_that_the_device_does_not_have_is_handed_back(pair):
+def test_an_event_that_the_device_does_not_have_is_declined(pair):
     engine, worker = pair
     worker.channel.send(Export("output", 1, (worker.write(b"x"),), bytes(64)))
     worker.skeleton("output")
@@ -688,7 +688,7 @@ def test_an_event_that_the_device_does_not_have_is_handed_back(pair):
     transfer(engine, worker)
 
 
-def test_a_chunk_that_cannot_be_imported_hands_back_its_outputs_only(pair):
+def test_outputs_of_a_chunk_that_cannot_be_imported_are_declined_and_no_others(pair):
     engine, worker = pair
     fd = create_memfd("larger than any address space", 1 << 50)
     worker.channel.send(MapChunk(1, 1 << 50), fd)
@@ -702,7 +702,7 @@ def test_a_chunk_that_cannot_be_imported_hands_back_its_outputs_only(pair):
 
 
 def test_a_chunk_that_cannot_be_imported_leaves_no_copy_behind_that_hits_a_later_output(packer, pair):
-    """One worker's output is handed back; its region goes to another worker; then the first worker's stream moves on."""
+    """One worker's output is declined; its region goes to another worker; then the first worker's stream moves on."""
     engine, worker = pair
     fd = create_memfd("larger than any address space", 1 << 50)
     worker.channel.send(MapChunk(1, 1 << 50), fd)
@@ -716,7 +716,7 @@ def test_a_chunk_that_cannot_be_imported_leaves_no_copy_behind_that_hits_a_later
         ready = engine.next()
         assert engine.read(ready) == [b"o" * 100]
         transfer(engine, worker)
-        assert engine.read(ready) == [b"o" * 100], "a copy of an output that was handed back went into it"
+        assert engine.read(ready) == [b"o" * 100], "a copy of an output that was declined went into it"
 
 
 @pytest.mark.parametrize("how", ["unmap", "close with another output"])
@@ -1084,7 +1084,7 @@ def test_an_output_that_finds_no_room_waits_for_a_lease(small):
         assert engine.read(second) == [b"2" * POOL]
 
 
-def test_an_output_that_waited_in_vain_is_handed_back_with_the_setting_to_raise(tmp_path):
+def test_an_output_that_waited_in_vain_is_declined_with_the_setting_to_raise(tmp_path):
     with (
         running_packer(tmp_path / "run", pool_max_bytes="2MiB", wait_s=0.05) as packer,
         session(packer) as (engine, worker),
@@ -1098,7 +1098,7 @@ def test_an_output_that_waited_in_vain_is_handed_back_with_the_setting_to_raise(
         answer = worker.answer()
         assert isinstance(answer, Nack)
         assert "pool_max_bytes" in answer.reason
-        packer.wait_log("output second of worker .* is handed back")
+        packer.wait_log("output second of worker .* is declined")
         engine.release(first.leases[0].lease)
         assert_no_lease_left(engine, worker)
 
