@@ -58,9 +58,9 @@ def uni() -> Iterator[References]:
         yield References(running)
 
 
-@pytest.fixture(scope="module")
-def tight(uni: References) -> Iterator[RunningEngine]:
-    with packer_engine(packer=TIGHT) as running:
+@pytest.fixture(scope="module", params=["timeline", pytest.param("ipc", marks=pytest.mark.gpu)])
+def tight(uni: References, request: pytest.FixtureRequest) -> Iterator[RunningEngine]:
+    with packer_engine(packer={**TIGHT, "event": request.param}) as running:
         yield running
 
 
@@ -161,7 +161,15 @@ def deliveries(running: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> Count
     return counter
 
 
-@pytest.mark.parametrize(("pipeline", "config"), [("RequestPipeline", {}), ("BatchPipeline", BATCH)])
+@pytest.mark.parametrize(
+    ("pipeline", "config"),
+    [
+        ("RequestPipeline", {}),
+        ("BatchPipeline", BATCH),
+        pytest.param("RequestPipeline", {"packer": {"event": "ipc"}}, marks=pytest.mark.gpu),
+    ],
+    ids=["one by one", "batches", "events"],
+)
 def test_a_packer_killed_under_load_costs_no_request_and_leaves_nothing(pipeline, config, uni, monkeypatch):
     """Of 32 requests 8 are delivered, 4 are on their way to the engine, 4 wait in the packer and 16 are yet to come."""
     residue = Residue()

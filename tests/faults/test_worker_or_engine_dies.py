@@ -38,12 +38,13 @@ from stalling_device import Stalling  # noqa: E402
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_killed_worker_the_engine_delivers_what_was_finished_before_it_fails():
+@pytest.mark.parametrize("event", ["timeline", pytest.param("ipc", marks=pytest.mark.gpu)])
+def test_of_a_killed_worker_the_engine_delivers_what_was_finished_before_it_fails(event):
     """The packer still has the copies to do when the worker dies; one request is not even started."""
     residue = Residue()
     with engine("uni", "RequestPipeline") as running:
         expected = References(running)(*images(1, 2, 3))
-    with packer_engine(packer={"pool_bytes": 32 * MIB}) as running:
+    with packer_engine(packer={"pool_bytes": 32 * MIB, "event": event}) as running:
         outputs(running, *images(0))
         with stopped(packer_pid(running)):
             finished = submit(running, *images(1, 2, 3))

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_memory import GpuMemory
 from packer_process import Packer, running_packer, wait_until
+from stalled_events import StalledEvents
 
 from packer_service.config import Settings
 from packer_service.wire import handshake
@@ -36,6 +38,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 MAC_KEY = b"m" * 32
 TIMEOUT_S = 60.0
+EVENTS = pytest.mark.parametrize("event", ["timeline", "ipc"])
 DTYPES = [
     torch.bool,
     torch.uint8,
@@ -163,7 +166,7 @@ def layouts(dtype: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("event", ["timeline", "ipc"])
+@EVENTS
 def test_every_dtype_in_every_layout_arrives_byte_for_byte(packer: Packer, event: str) -> None:
     with linked(packer, event=event) as link:
         for dtype in DTYPES if event == "timeline" else [torch.float32, torch.bfloat16]:
@@ -196,9 +199,10 @@ class Hiding:
         self.tensor = tensor
 
 
-def test_a_static_buffer_overwritten_while_the_device_is_still_busy_arrives_intact(packer: Packer) -> None:
+@EVENTS
+def test_a_static_buffer_overwritten_while_the_device_is_still_busy_arrives_intact(packer: Packer, event: str) -> None:
     buffer = torch.empty(12 * MIB, dtype=torch.uint8, device="cuda")
-    with linked(packer) as link:
+    with linked(packer, event=event) as link:
         for round_number in range(6):
             torch.cuda._sleep(20_000_000)  # the bytes are written only when this has run
             buffer.fill_(round_number)
@@ -300,22 +304,29 @@ def test_a_default_device_of_the_pipelines_does_not_stop_an_exporter(packer: Pac
     assert received["empty"].device.type == "cpu"
 
 
-def test_outputs_signalled_from_two_streams_are_each_complete(packer: Packer) -> None:
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    with linked(packer) as link:
+@EVENTS
+@pytest.mark.parametrize("count", [2, 8])
+def test_outputs_signalled_from_several_streams_are_each_complete(packer: Packer, count: int, event: str) -> None:
+    streams = [torch.cuda.Stream() for _ in range(count)]
+    with linked(packer, event=event) as link:
         for number in range(8):
-            with torch.cuda.stream(streams[number % 2]):
+            with torch.cuda.stream(streams[number % count]):
                 if number % 2 == 0:
-                    torch.cuda._sleep(40_000_000)  # the odd one's stream would overtake it
+                    torch.cuda._sleep(40_000_000)  # the stream of the next one would overtake it
                 link.send({"number": number, "bytes": torch.full((4 * MIB,), number, dtype=torch.uint8, device="cuda")})
         for _ in range(8):
             received = link.receive()
             assert bool((received["bytes"] == received["number"]).all())
 
 
-@pytest.mark.parametrize("nbytes", [300 * MIB, 4 * GIB + 512 * MIB])
-def test_an_output_larger_than_the_arena_leaves_directly_and_its_memory_comes_back(packer: Packer, nbytes: int) -> None:
-    with linked(packer, arena_max_bytes="64MiB") as link:
+@pytest.mark.whole_gpu
+@pytest.mark.parametrize(
+    ("nbytes", "event"), [(300 * MIB, "timeline"), (300 * MIB, "ipc"), (4 * GIB + 512 * MIB, "timeline")]
+)
+def test_an_output_larger_than_the_arena_leaves_directly_and_its_memory_comes_back(
+    packer: Packer, nbytes: int, event: str
+) -> None:
+    with linked(packer, event=event, arena_max_bytes="64MiB") as link:
         sent = random((nbytes // 4,), torch.float32, seed=nbytes & 0xFFFF)
         received = link.transfer({"large": sent, "small": sent[:10]})
         assert same(received["large"], sent)
@@ -324,26 +335,76 @@ def test_an_output_larger_than_the_arena_leaves_directly_and_its_memory_comes_ba
         assert settled.wait(TIMEOUT_S)
         assert not link.handed_back
         del received
-        before = torch.cuda.mem_get_info()[0]
+        memory = GpuMemory()
+        before = memory.in_use()
         del sent
         torch.cuda.empty_cache()
         # Less what the pool takes meanwhile, which grows ahead of need: eight bytes of page table for each 4 KiB it registers.
         expected = nbytes - nbytes // 256
-        wait_until(lambda: torch.cuda.mem_get_info()[0] - before >= expected, "the memory: is an import left open?")
+        wait_until(lambda: before - memory.in_use() >= expected, "the memory: is an import left open?")
 
 
+def test_an_event_is_recorded_again_only_once_nobody_waits_for_it(packer: Packer) -> None:
+    with linked(packer, event="ipc") as link:
+        device = link.exporter.device
+        for round_number in range(5):
+            torch.cuda._sleep(200_000_000)
+            sent = [torch.full((1000,), 4 * round_number + number, device="cuda") for number in range(4)]
+            for tensor in sent:
+                link.send([tensor])
+            assert len(device._busy_events) == 4
+            assert all(same(link.receive()[0], tensor) for tensor in sent)
+            wait_until(lambda: len(device._idle_events) == 4, "nobody waits for them")
+            assert not device._busy_events
+
+
+@EVENTS
+def test_a_graph_is_captured_while_an_output_leaves_and_what_it_computes_arrives(packer: Packer, event: str) -> None:
+    """A driver call of another thread may break a capture, unless that thread said that it has nothing to do with it."""
+    static, hidden = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda"), random((700, 700), torch.float32)
+    static.add_(1).zero_()  # its kernels are loaded
+    with linked(packer, event=event) as link:
+        staged = link.stage({"image": torch.ones(1000, device="cuda"), "deep": Hiding(hidden)})
+        capturing = threading.Event()
+
+        def export() -> None:
+            link.exporter.device.bind_thread()  # as the worker's export thread does
+            assert capturing.wait(TIMEOUT_S)
+            link.exporter.submit(staged)
+
+        export_thread = threading.Thread(target=export)
+        export_thread.start()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            capturing.set()
+            export_thread.join(TIMEOUT_S)
+            static.add_(1)
+        received = link.receive()
+        assert bool((received["image"] == 1).all())
+        assert same(received["deep"].tensor, hidden)
+        for number in range(1, 6):
+            graph.replay()
+            link.send({"number": number, "bytes": static})
+        for _ in range(5):
+            received = link.receive()
+            assert bool((received["bytes"] == received["number"]).all())
+
+
+@pytest.mark.whole_gpu
 def test_a_drained_worker_gives_its_arena_back_to_the_driver(packer: Packer) -> None:
     with linked(packer, arena_step_bytes="1GiB") as link:
         link.transfer({"bytes": random((1000, 1000), torch.float32)})
         wait_until(lambda: not link.exporter._pending, "the ack")
-        before = torch.cuda.mem_get_info()[0]
+        memory = GpuMemory()
+        before = memory.in_use()
         link.exporter.give_back_arena(10.0)
-        assert torch.cuda.mem_get_info()[0] - before >= GIB
+        assert before - memory.in_use() >= GIB
         assert same(link.transfer({"bytes": torch.ones(5, device="cuda")})["bytes"], torch.ones(5))
 
 
-def test_a_full_arena_lets_clones_wait_and_all_arrive(packer: Packer) -> None:
-    with linked(packer, arena_max_bytes="32MiB", arena_step_bytes="32MiB") as link:
+@EVENTS
+def test_a_full_arena_lets_clones_wait_and_all_arrive(packer: Packer, event: str) -> None:
+    with linked(packer, event=event, arena_max_bytes="32MiB", arena_step_bytes="32MiB") as link:
         sent = [random((12 * MIB,), torch.uint8, seed=seed) for seed in range(8)]
         staged = [link.stage([tensor]) for tensor in sent]
         assert sum(item.overflow_bytes > 0 for item in staged) == 6
@@ -352,16 +413,21 @@ def test_a_full_arena_lets_clones_wait_and_all_arrive(packer: Packer) -> None:
         assert all(same(link.receive()[0], tensor) for tensor in sent)
 
 
-def test_fifteen_stalled_workers_do_not_hold_up_the_sixteenth(packer: Packer) -> None:
+@EVENTS
+def test_fifteen_stalled_workers_do_not_hold_up_the_sixteenth(packer: Packer, event: str) -> None:
     with contextlib.ExitStack() as stack:
-        links = [stack.enter_context(linked(packer, arena_step_bytes="2MiB")) for _ in range(16)]
-        held = [hold(link) for link in links[:15]]
+        stalled = stack.enter_context(contextlib.closing(StalledEvents(15))) if event == "ipc" else None
+        handles = stalled.handles if stalled else [b""] * 15
+        links = [stack.enter_context(linked(packer, event=event, arena_step_bytes="2MiB")) for _ in range(16)]
+        held = [hold(link, handle) for link, handle in zip(links[:15], handles, strict=True)]
         sent = random((3 * MIB // 4,), torch.float32)
         for _ in range(20):
             assert same(links[15].transfer({"bytes": sent})["bytes"], sent)
         assert links[0].receiver.receive(0.0) is None  # they did wait
         for link, value in zip(links[:15], held, strict=True):
             link.exporter.device.timeline.counter = value
+        if stalled:
+            stalled.complete()
         for link in links[:15]:
             assert bool((link.receive()["bytes"] == 1).all())
 
@@ -391,12 +457,17 @@ def test_memory_that_is_given_back_while_a_worker_stalls_holds_up_nobody(packer:
         leaving.exporter.close()
 
 
-def hold(link: Link) -> int:
-    """Export an output and leave its timeline value unwritten; the value that will release it."""
+def hold(link: Link, event: bytes = b"") -> int:
+    """Export an output and leave its timeline value unwritten; the value that will release it.
+
+    ``event``: the handle of an event of another process, which is to complete as well, behind that value.
+    """
     device = link.exporter.device
     real, reached = device.signal, device._value
     torch.cuda.synchronize()
-    device.signal = lambda: Signal(reached + 1)
+    device.signal = lambda: Signal(reached + 1, event)
+    if event:
+        device.retire = lambda signal: None  # it is not this device's to record again
     staged = link.stage({"bytes": torch.ones(1000, device="cuda")})
     device.signal = real
     torch.cuda.synchronize()  # complete in truth, but nobody says so
@@ -405,11 +476,11 @@ def hold(link: Link) -> int:
     return reached + 1
 
 
-def _worker_that_dies(socket: str, key: bytes, session: str, connection: Any) -> None:
+def _worker_that_dies(socket: str, key: bytes, session: str, event: str, connection: Any) -> None:
     """Exports two outputs, one complete and one whose kernels never end, then waits to be killed."""
     exporter = Exporter(
-        Settings.load({}),
-        CudaExportDevice(0),
+        Settings.load({"event": event}),
+        CudaExportDevice(0, events=event == "ipc"),
         socket=socket,
         key=key,
         session=session,
@@ -429,17 +500,20 @@ def _worker_that_dies(socket: str, key: bytes, session: str, connection: Any) ->
     signal.pause()
 
 
+@pytest.mark.whole_gpu
+@EVENTS
 def test_a_killed_workers_complete_output_arrives_its_other_one_fails_and_the_device_memory_returns(
-    packer: Packer,
+    packer: Packer, event: str
 ) -> None:
     torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
+    memory = GpuMemory()
+    before = memory.in_use()
     session = secrets.token_hex(8)
     channel, _ = handshake.connect(packer.socket, packer.key, "engine", session)
     with contextlib.closing(Receiver(Connection(channel, 20.0), MAC_KEY, Delivered())) as receiver:
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
-        child = context.Process(target=_worker_that_dies, args=(packer.socket, packer.key, session, theirs))
+        child = context.Process(target=_worker_that_dies, args=(packer.socket, packer.key, session, event, theirs))
         child.start()
         assert connection.recv() == "staged"
         connection.send("submit the other")
@@ -449,7 +523,7 @@ def test_a_killed_workers_complete_output_arrives_its_other_one_fails_and_the_de
         received = {item.output_id: item for item in (receiver.receive(TIMEOUT_S), receiver.receive(TIMEOUT_S)) if item}
         assert bool((received["complete"].output["bytes"] == 7).all())
         assert "died before the output was complete" in received["never complete"].error
-        wait_until(lambda: torch.cuda.mem_get_info()[0] >= free - 4 * MIB, "the dead worker's memory", TIMEOUT_S)
+        wait_until(lambda: memory.in_use() <= before + 4 * MIB, "the dead worker's memory", TIMEOUT_S)
 
 
 def _stage_with_expandable_segments(socket: str, key: bytes, session: str, connection: Any) -> None:
