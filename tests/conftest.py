@@ -30,7 +30,10 @@ LONGEST_FIRST = (
     "test_engine_faults.py",
     "test_modes.py",
 )
-"""The files that take longest, of those that `make test` gives to its processes, one after the other."""
+"""The test files that take longest. `make test` starts them first, so that no process is left with a long one at the end."""
+
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 # The same examples in every run: a commit that changes nothing fails nowhere. HYPOTHESIS_PROFILE=search tries new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
@@ -38,14 +41,10 @@ hypothesis.settings.register_profile("search", database=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-_CLONE_NEWNS = 0x20000
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
-
-
 def take_own_shared_memory() -> None:
     """Give this process, and all that it starts, a /dev/shm of its own: tests look there for names that were left behind.
 
-    Only root may. For anybody else tests run in one process, and what else the machine does may show in them.
+    Only root may do that. Anybody else runs the tests in one process, and they may fail for names that other programs make.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.unshare(_CLONE_NEWNS) and not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
@@ -91,6 +90,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """As tmp_path, for sockets whose whole path must not be long, whatever pytest puts in front of it."""
+    """A directory like tmp_path with a short path: the path of a socket may have about 100 characters, and pytest's is long."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as path:
         yield Path(path)
