@@ -26,7 +26,8 @@ class Connection:
     def __init__(self, channel: Channel, hang_s: float, name: str = "packer") -> None:
         self.packer_pid = channel.peer_pid
         self._channel = channel
-        self._outbox = Outbox(name, channel)
+        # Its client holds what is to be sent anyway, and a packer that reads nothing is given up after hang_s.
+        self._outbox = Outbox(name, channel, bounded=False)
         self._hang_s = hang_s
         self._beat_s = hang_s / _BEATS
         self._silent_s = 0.0
@@ -90,8 +91,9 @@ class Connection:
             # be had, it is asked again.
             self._outbox.send(Ping())
 
-    def finish(self) -> None:
-        """Say that nothing more will be sent; what the packer still sends can be received."""
+    def finish(self, timeout_s: float) -> None:
+        """Have sent what waits, for up to ``timeout_s``, and say that nothing more comes. The packer can still be heard."""
+        self._outbox.flush(timeout_s)
         self._channel.finish()
 
     def shutdown(self) -> None:

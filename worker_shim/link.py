@@ -140,8 +140,18 @@ class Link:
             arrival.connect(join)
 
     def start(self) -> None:
-        """Have the connection read, and others made when it ends, or where there is none."""
-        self._thread.start()
+        """Have the connection read, and others made when it ends, or where there is none. PackerUnavailable where no thread can
+        be had for it; the link is closed then."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.stop()
+            if self._connection is not None:
+                self._drop(self._connection)
+            self._move(LinkState.CLOSED)
+            raise PackerUnavailable(
+                f"{error} for {self._name}: raise the pids limit of this process's cgroup"
+            ) from error
 
     def stop(self) -> None:
         """Make no connection any more. The one in use stays: see ``finish`` and ``close``."""
@@ -150,9 +160,9 @@ class Link:
     def finish(self, timeout_s: float) -> None:
         """Leave for good: say that nothing more comes, and wait until the packer has hung up, having given back everything."""
         self.stop()
-        with self.lock:
-            if self._connection is not None:
-                self._connection.finish()
+        connection = self._connection
+        if connection is not None:
+            connection.finish(timeout_s)
         self._join(timeout_s)
         self.close(timeout_s)
 

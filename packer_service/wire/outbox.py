@@ -31,11 +31,15 @@ def ignore(error: Exception | None) -> None:
 
 
 class Outbox:
-    """The only sender of ``channel``, which it owns. ``_lock`` guards the queue, and is held for no call that can wait."""
+    """The only sender of ``channel``, which it owns. ``_lock`` guards the queue, and is held for no call that can wait.
 
-    def __init__(self, name: str, channel: Channel) -> None:
+    ``bounded``: a peer that leaves MAX_QUEUED messages unread is disconnected.
+    """
+
+    def __init__(self, name: str, channel: Channel, bounded: bool = True) -> None:
         self._name = name
         self._channel = channel
+        self._bounded = bounded
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._queue: collections.deque[tuple[Message, int | None, Done]] = collections.deque()
@@ -56,7 +60,7 @@ class Outbox:
         with self._lock:
             if not self._queue and self._channel.try_send(message, fd):
                 return True
-            if len(self._queue) >= MAX_QUEUED:
+            if self._bounded and len(self._queue) >= MAX_QUEUED:
                 self._channel.shutdown()
                 raise PeerHung(f"the peer hangs: it left {MAX_QUEUED} messages unread")
             protocol.encode(message)  # refused now, and not when others queue behind it

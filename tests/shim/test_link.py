@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from packer_process import DEADLINE_S, wait_until
 
 from packer_service.config import Settings
-from packer_service.errors import PackerError, PackerUnavailable
+from packer_service.errors import PackerError, PackerUnavailable, PeerClosed
 from packer_service.wire import handshake, protocol
 from packer_service.wire.channel import Channel
+from packer_service.wire.outbox import MAX_QUEUED
 from packer_service.wire.protocol import Described, Message, Release
 from worker_shim.connection import Connection, read_until_end
 from worker_shim.link import TRANSITIONS, Link, LinkState, Packet
@@ -72,6 +73,7 @@ class Client:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.taken: list[Message] = []
+        self.connections: list[Connection] = []
         self.refuses = False
 
     def begin(self) -> None:
@@ -81,7 +83,8 @@ class Client:
         if self.refuses:
             raise OSError("no memory")
         self.told.append("resume")
-        return [(Release((self.told.count("resume"),)), None)]
+        self.connections.append(connection)
+        return [(Release((len(self.connections),)), None)]
 
     def read(self, connection: Connection) -> str:
         return read_until_end(connection, self.taken.append, lambda: None, 0.05)
@@ -127,6 +130,9 @@ def assert_walked(walked: Watched, client: Client) -> None:
     assert heard == ["resume", "suspend"] * (len(heard) // 2)
     assert walked.states.count(LinkState.CONNECTED) == len(heard) // 2 == walked.connections
     assert walked.states.count(LinkState.GIVEN_UP) == client.told.count("give up")
+    assert not walked.connected
+    assert not walked._thread.is_alive()
+    assert all(connection._channel._socket.fileno() < 0 for connection in client.connections), "a descriptor is left"
 
 
 @pytest.fixture
@@ -197,6 +203,45 @@ def test_the_side_that_finishes_hears_what_its_packer_still_says(path):
         answering.join()
     assert client.taken == [Described("output", "here")]
     assert_walked(walked, client)
+
+
+def test_all_that_waits_is_sent_before_the_end_is_said_however_much_it_is(path):
+    number = MAX_QUEUED + 100
+    packer, client = Packer(path), Client()
+    with contextlib.closing(packer), link(path, client) as walked:
+        walked.open()
+        walked.start()
+        wait_until(lambda: packer.channels, "a connection")
+        for each in range(number):
+            walked.post(Release((each,)))
+        came: list[object] = []
+
+        def read_to_the_end() -> None:
+            with contextlib.suppress(PeerClosed):
+                while received := packer.channels[0].receive(DEADLINE_S):
+                    came.append(received[0])
+            packer.hang_up()
+
+        reading = threading.Thread(target=read_to_the_end)
+        reading.start()
+        walked.finish(DEADLINE_S)
+        reading.join()
+    assert came[1:] == [Release((each,)) for each in range(number)]
+    assert_walked(walked, client)
+
+
+def test_a_link_for_which_no_thread_can_be_had_is_closed_and_says_what_to_raise(path, monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    packer, client = Packer(path), Client()
+    with contextlib.closing(packer), link(path, client) as walked:
+        walked.open()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(PackerUnavailable, match="pids limit"):
+                walked.start()
+        assert_walked(walked, client)
 
 
 EVENTS = st.lists(st.sampled_from(["hang up", "die", "come", "refuse", "allow", "wait", "post"]), max_size=8)
