@@ -17,7 +17,7 @@ from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Received
 from worker_shim.engine.delivered import Delivered
 from worker_shim.engine.receiver import Receiver
-from worker_shim.worker.device import HostExportDevice
+from worker_shim.worker.device_host import HostExportDevice
 from worker_shim.worker.exporter import Exporter, Staged
 
 MAC_KEY = b"m" * 32

@@ -27,7 +27,8 @@ from worker_shim.engine.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 
-from worker_shim.worker.device import CudaExportDevice, Signal  # noqa: E402
+from worker_shim.worker.device import Signal  # noqa: E402
+from worker_shim.worker.device_cuda import CudaExportDevice  # noqa: E402
 from worker_shim.worker.exporter import Exporter, Staged  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -48,7 +48,8 @@ from worker_shim.engine import receiver  # noqa: E402
 from worker_shim.engine.delivered import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
 from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
-from worker_shim.worker.device import HostExportDevice, Signal  # noqa: E402
+from worker_shim.worker.device import Signal  # noqa: E402
+from worker_shim.worker.device_host import HostExportDevice  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -822,9 +823,10 @@ class Queueing(HostExportDevice):
         while self._work:
             self._work.pop(0)()
 
-    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+    def copy_bytes(self, target: int, source: int, nbytes: int, owner: torch.Tensor) -> None:
         copy = super().copy_bytes
-        self.submit(lambda: copy(target, source, nbytes))
+        self.submit(lambda: copy(target, source, nbytes, owner))
+        self.record_use(owner)
 
     def record_use(self, tensor: torch.Tensor) -> None:
         assert not tensor.is_conj()
@@ -905,7 +907,7 @@ def test_a_plain_output_waits_for_no_forward_on_the_main_thread(queueing, engine
     device.submit(lambda: image.fill_(7.0))
     staged = queueing.exporter.stage([image], "output")
     assert queueing.exporter.submit_now(staged)
-    assert not device.reached(staged.signal.value)
+    assert not device.reached(staged.signal.ready)
     device.run()
     assert engine.output("output")[0].tolist() == [7.0] * 5
 

@@ -26,8 +26,8 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     import torch
 
     from worker_shim.synthetic.content import content
-    from worker_shim.worker.device import open_export_device
     from worker_shim.worker.exporter import Exporter, Staged
+    from worker_shim.worker.open_device import open_export_device
 
     socket, key, session, mac_key = where
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

@@ -204,7 +204,7 @@ class Exporter:
         slots[0].view.copy_(torch.from_numpy(pattern))
         signal = self.device.signal()
         try:
-            connection.post(Probe(signal.value, _piece(slots[0]), signal.event))
+            connection.post(Probe(signal.ready, _piece(slots[0]), signal.event))
             answer = connection.receive(timeout_s)
         finally:
             self.device.retire(signal)
@@ -420,7 +420,7 @@ class Exporter:
         slots = self._arena.wait_allocate([clone.numel() for clone in staged.beside], self._wait_s)
         if slots is None:
             return f"no room in the arena for {self._wait_s:g} s (settings arena_max_bytes, wait_s)"
-        with self.device.after(staged.signal.value), torch.no_grad():
+        with self.device.after(staged.signal.ready), torch.no_grad():
             for slot, clone in zip(slots, staged.beside, strict=True):
                 slot.view.copy_(clone)
         staged.slots, staged.beside = slots, []
@@ -460,7 +460,7 @@ class Exporter:
         self.take_acks()
         with self._link.lock:
             waiting = [s for s in self._pending.values() if s.export is not None and not _is_incomplete(s)]
-        waiting = [staged for staged in waiting if not self.device.reached(staged.signal.value)]
+        waiting = [staged for staged in waiting if not self.device.reached(staged.signal.ready)]
         if not waiting or not (failure := self.device.failure()):
             return
         for staged in waiting:
@@ -545,7 +545,7 @@ class Exporter:
         def dump(output: object) -> tuple[bytes, HostArrays]:
             return skeleton.dump(output, staged.placed, to_host, staged.yielding)
 
-        with contextlib.nullcontext() if staged.plain else self.device.after(staged.signal.value):
+        with contextlib.nullcontext() if staged.plain else self.device.after(staged.signal.ready):
             try:
                 payload, host = dump(staged.output)
             except Exception:
@@ -621,7 +621,7 @@ class Exporter:
                 slots += staged.slots
                 if staged.host is not None:
                     hosts.append(staged.host)
-                if staged.signal.value:
+                if staged.signal.ready:
                     signals.append(staged.signal)
                 staged.slots, staged.host, staged.signal = [], None, _NO_SIGNAL
                 staged.beside, staged.output, staged.placed = [], None, []
@@ -673,4 +673,4 @@ def _piece(slot: Slot) -> Piece:
 
 
 def _export(staged: Staged) -> Export:
-    return Export(staged.output_id, staged.signal.value, staged.pieces, staged.signal.event, staged.imports)
+    return Export(staged.output_id, staged.signal.ready, staged.pieces, staged.signal.event, staged.imports)

@@ -31,8 +31,8 @@ from packer_service.wire.protocol import Withdraw
 from worker_shim.log import get_logger
 from worker_shim.outputs.replies import replace_in_reply
 from worker_shim.outputs.survey import tensors_nbytes
-from worker_shim.worker.device import open_export_device
 from worker_shim.worker.exporter import Exporter, Staged
+from worker_shim.worker.open_device import open_export_device
 from worker_shim.worker.shm_room import NoRoom, Rings, pack_into_what_is_free, reserve_message
 from worker_shim.worker_config import Exports, Refuses, WorkerConfig
 
@@ -314,7 +314,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         try:
             if isinstance(staged.second, Withdraw) and staged.second.incomplete:  # and the packer never told the engine
                 raise DeviceError(staged.second.error)
-            with self.exporter.device.after(staged.signal.value):
+            with self.exporter.device.after(staged.signal.ready):
                 output = self.exporter.rebuild(staged)
             self._send_own_path(_OwnPath(staged.output_id, output))
         finally:
