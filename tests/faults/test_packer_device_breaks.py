@@ -94,7 +94,7 @@ class Sides:
         self.worker.wait_settled(*expected)
         assert self.worker.handed_back == []
         assert self.worker.arena_idle()
-        assert self.worker.exporter._pending == {}
+        assert self.worker.exporter.exchange.pending == {}
         assert [output_id for output_id, all_that_came in self.kept.got.items() if len(all_that_came) != 1] == []
 
 

@@ -26,7 +26,8 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     import torch
 
     from worker_shim.synthetic.content import content
-    from worker_shim.worker.exporter import Exporter, Staged
+    from worker_shim.worker.exporter import Exporter
+    from worker_shim.worker.in_flight import InFlight
     from worker_shim.worker.open_device import open_export_device
 
     socket, key, session, mac_key = where
@@ -34,7 +35,7 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
     settled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def fell_back(staged: Staged, reason: str) -> None:
+    def fell_back(staged: InFlight, reason: str) -> None:
         problems.put(f"output {staged.output_id} fell back: {reason}")
         settled.put(staged.output_id)
 
