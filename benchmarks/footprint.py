@@ -232,8 +232,8 @@ def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
     from worker_shim.connection import Connection
     from worker_shim.engine.delivered import Delivered
     from worker_shim.engine.receiver import Receiver
-    from worker_shim.worker.device import open_export_device
     from worker_shim.worker.exporter import Exporter
+    from worker_shim.worker.open_device import open_export_device
 
     session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
     channel, _ = handshake.connect(socket, key, "engine", session)

@@ -111,7 +111,7 @@ class BenchmarkPipeline(TimedPipeline):
         """How many outputs are neither settled nor acknowledged. Acks stay where they are, for the worker to take when it
         would anyway."""
         exporter = getattr(self._worker_proc, "exporter", None)
-        return self._worker_proc._async_output_pending - (exporter.acknowledged if exporter is not None else 0)
+        return self._worker_proc._async_output_pending - (exporter.exchange.acknowledged if exporter is not None else 0)
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S

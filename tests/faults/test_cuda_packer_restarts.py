@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 from delivery import assert_delivered  # noqa: E402
 from sides import WorkerSide, managed, working  # noqa: E402
 
-from worker_shim.worker.device import CudaExportDevice  # noqa: E402
+from worker_shim.worker.device_cuda import CudaExportDevice  # noqa: E402
 
 GIVEN = {
     "hang_s": 3.0,

@@ -49,7 +49,8 @@ from sides import FLOATS, EngineSide, managed, working  # noqa: E402
 from vllm_omni.diffusion.data import DiffusionOutput  # noqa: E402
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_output_shm  # noqa: E402
 
-from worker_shim.worker.device import Chunk, HostExportDevice  # noqa: E402
+from worker_shim.worker.device import Chunk  # noqa: E402
+from worker_shim.worker.device_host import HostExportDevice  # noqa: E402
 
 STOP_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,8 @@ from engine_checks import assert_same  # noqa: E402
 from sides import Kept, WorkerSide, managed, working  # noqa: E402
 from stalling_device import Stalling  # noqa: E402
 
-from worker_shim.worker.device import CudaExportDevice, Signal  # noqa: E402
+from worker_shim.worker.device import Signal  # noqa: E402
+from worker_shim.worker.device_cuda import CudaExportDevice  # noqa: E402
 
 # On a GPU 1.5 GiB in flight: 29 ms of copies, so that the kernel traps among them.
 ROOM = {
@@ -93,7 +94,7 @@ class Sides:
         self.worker.wait_settled(*expected)
         assert self.worker.handed_back == []
         assert self.worker.arena_idle()
-        assert self.worker.exporter._pending == {}
+        assert self.worker.exporter.exchange.pending == {}
         assert [output_id for output_id, all_that_came in self.kept.got.items() if len(all_that_came) != 1] == []
 
 

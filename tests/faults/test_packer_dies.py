@@ -26,6 +26,8 @@ from engine_checks import assert_same, warnings_logged  # noqa: E402
 from sides import FLOATS, Kept, WorkerSide, managed, working  # noqa: E402
 from stalling_device import Stalling  # noqa: E402
 
+from worker_shim.worker.exchange import Exchange  # noqa: E402
+
 RESTARTS = 1000  # more than these tests need: what happens beyond is a test of its own
 RESTART_LIMIT_S = 10.0  # the promise is 2 s; a loaded CI machine may be slower
 
@@ -71,7 +73,7 @@ def assert_delivered(kept: Kept, worker: WorkerSide, expected: dict[str, object]
     worker.wait_settled(*expected)
     assert worker.handed_back == []
     assert worker.arena_idle()
-    assert worker.exporter._pending == {}
+    assert worker.exporter.exchange.pending == {}
 
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
@@ -153,23 +155,24 @@ def test_a_packer_that_dies_between_delivery_and_ack_delivers_nothing_twice(kept
         assert_delivered(kept, worker, expected)
 
 
-def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept):
-    """Nor is it handed back where no other packer comes: its ack is on the page, and nobody had looked."""
+def test_what_a_dead_packer_had_acknowledged_is_not_exported_again(kept, monkeypatch):
+    """Nor does it fall back where no other packer comes: its ack is on the page, and nobody had looked."""
+    monkeypatch.setattr(Exchange, "look", lambda self: None)
+    monkeypatch.setattr(Exchange, "take", lambda self, message: None)
     with working(kept) as worker:
         expected = some_outputs(650)
-        worker.exporter.look = worker.exporter.take = lambda *message: None
         for output_id, output in expected.items():
             worker.send(output, output_id)
         kept.wait(*expected)
         # The dict has a host array, and an ack by message.
         acknowledged = [output_id for output_id in expected if not output_id.endswith("dict")]
-        page = worker.exporter._ack_page
+        page = worker.exporter.exchange.ack_page
         wait_until(lambda: page._ring[len(acknowledged) - 1], "the acks are on the page")
         old = kept.packer_pid
         wait_restarted(kept, old, kill(kept, signal.SIGKILL))
-        wait_until(lambda: worker.exporter._link.connections == 2, "the worker is connected again")
-        assert worker.exporter._pending.keys().isdisjoint(acknowledged)
-        assert worker.exporter._ack_page is not page
+        wait_until(lambda: worker.exporter.exchange.link.connections == 2, "the worker is connected again")
+        assert worker.exporter.exchange.pending.keys().isdisjoint(acknowledged)
+        assert worker.exporter.exchange.ack_page is not page
         worker.wait_settled(*acknowledged)
 
 
@@ -191,7 +194,7 @@ def test_a_worker_without_memory_for_an_ack_page_connects_as_soon_as_there_is_so
             worker.send(output, output_id)
         assert_delivered(kept, worker, expected)
         assert not missing
-        assert worker.exporter._link.connections == 2, "a connection that was not used counts as one"
+        assert worker.exporter.exchange.link.connections == 2, "a connection that was not used counts as one"
 
 
 @SIGNALS
@@ -231,7 +234,7 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
     with warnings_logged() as log, managed(**given) as kept, working(kept, **given) as worker:
         first = kept.packer_pid
         wait_restarted(kept, first, kill(kept, signal.SIGKILL))
-        wait_until(lambda: worker.exporter._link.connections == 2, "the worker is connected again")
+        wait_until(lambda: worker.exporter.exchange.link.connections == 2, "the worker is connected again")
         with faults.active("copy"):
             pending = some_outputs(1)
             for output_id, output in pending.items():

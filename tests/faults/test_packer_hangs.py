@@ -142,7 +142,7 @@ def test_a_packer_that_goes_on_publishes_nothing_of_memory_that_was_used_again(t
                 worker.exporter.release(staged)  # the worker sent it its own way
             worker.handed_back.clear()
             # The slots are used again: by hand, because nothing is staged while there is no packer.
-            (chunk, _) = next(iter(worker.exporter._arena._chunks.values()))
+            (chunk, _) = next(iter(worker.exporter.placement.arena._chunks.values()))
             chunk.tensor.fill_(0xEE)
             device.timeline.counter = device._value
             device.stalled = False
@@ -168,8 +168,8 @@ def test_a_worker_back_at_the_same_packer_gets_its_unfinished_output_right_altho
             with faults.active("copy"):
                 expected = send(worker, "one", "two")
                 faults.wait_reached("copy")
-                worker.exporter._link._connection.shutdown()
-                wait_until(lambda: worker.exporter._link.connections == 2, "the worker is back")
+                worker.exporter.exchange.link._connection.shutdown()
+                wait_until(lambda: worker.exporter.exchange.link.connections == 2, "the worker is back")
             assert_delivered(engine, worker, expected)
             assert_delivered(engine, worker, send(worker, "after"))
 

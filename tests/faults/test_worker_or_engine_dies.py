@@ -35,6 +35,8 @@ from engine_load import images, submit, wait_computed  # noqa: E402
 from sides import FLOATS, EngineSide, Kept, working  # noqa: E402
 from stalling_device import Stalling  # noqa: E402
 
+from worker_shim.worker.in_flight import State  # noqa: E402
+
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +151,7 @@ def test_when_a_workers_device_breaks_its_pending_outputs_fail_at_once_and_its_n
         worker.exporter.submit(half)  # too late, and harmless
         worker.wait_settled("complete", "sent whole", "half sent")
         assert worker.arena_idle()
-        assert worker.exporter._pending == {}
+        assert worker.exporter.exchange.pending == {}
         neighbour.send([torch.ones(30)], "another of its")
         engine_side.output("another of its")
         transfer(other, its_worker)
@@ -164,11 +166,11 @@ def test_when_device_and_packer_are_both_gone_the_outputs_come_back_to_fail_rath
             packer.signal(signal.SIGSTOP)
             worker.send([torch.ones(10)], "output")
             device.broken = True
-            wait_until(lambda: getattr(worker.exporter._pending["output"].second, "incomplete", False), "it is failed")
+            wait_until(lambda: worker.exporter.exchange.pending["output"].state is State.LOST, "it is failed")
             packer.signal(signal.SIGKILL)
             assert "output" in worker.wait_handed_back(1)
             (staged, _) = worker.handed_back[0]
-            assert "CUDA_ERROR_ILLEGAL_ADDRESS" in staged.second.error
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS" in staged.error
             assert worker.settled == []
             worker.exporter.release(staged)
             assert engine_side.got == {}

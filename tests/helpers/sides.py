@@ -17,8 +17,9 @@ from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Received
 from worker_shim.engine.delivered import Delivered
 from worker_shim.engine.receiver import Receiver
-from worker_shim.worker.device import HostExportDevice
-from worker_shim.worker.exporter import Exporter, Staged
+from worker_shim.worker.device_host import HostExportDevice
+from worker_shim.worker.exporter import Exporter
+from worker_shim.worker.in_flight import InFlight
 
 MAC_KEY = b"m" * 32
 FLOATS = MIB // 4  # in a MiB
@@ -38,7 +39,7 @@ class WorkerSide:
         self, packer: Packer | Kept, session: str, *, device: HostExportDevice | None = None, **given: Any
     ) -> None:
         self.settled: list[str] = []
-        self.handed_back: list[tuple[Staged, str]] = []
+        self.handed_back: list[tuple[InFlight, str]] = []
         self.exporter = Exporter(
             Settings.load({**SETTINGS, **given}, {}),
             device or HostExportDevice(),
@@ -50,7 +51,7 @@ class WorkerSide:
             on_fallback=lambda staged, reason: self.handed_back.append((staged, reason)),
         )
 
-    def send(self, output: object, output_id: str) -> Staged:
+    def send(self, output: object, output_id: str) -> InFlight:
         """Both halves at once, as the worker does it."""
         staged = self.exporter.stage(output, output_id)
         assert staged is not None
@@ -72,7 +73,7 @@ class WorkerSide:
 
     def arena_idle(self) -> bool:
         self.exporter.take_acks()
-        return self.exporter._arena.idle
+        return self.exporter.placement.arena.idle
 
 
 class EngineSide(Receiver):

@@ -12,7 +12,9 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 from vllm_omni.diffusion.worker import diffusion_worker
 
-from worker_shim.worker import proc
+from worker_shim.worker import own_path, proc
+from worker_shim.worker.jobs import OwnPath
+from worker_shim.worker.own_path import OwnPathSender
 
 MIB = 1 << 20
 SHM = Path("/dev/shm")
@@ -31,7 +33,6 @@ class Worker(proc.PackerWorkerProc):
 
     od_config = Config()
     worker_config = type("NoPacker", (), {"ranks": frozenset()})()
-    _side_stream = None
 
     def __init__(self) -> None:
         self.mq, self.result_mq = queue(), queue()
@@ -46,10 +47,11 @@ class Worker(proc.PackerWorkerProc):
 
     def sends(self, output: DiffusionOutput) -> str:
         """How it went: by name, in the message, or why not."""
+        sender = OwnPathSender(torch.device("cpu"), self._send_ready)
         try:
-            self._send_own_path(proc._OwnPath("id", output))
+            sender.send(OwnPath("id", output))
         except Exception as error:
-            self._send_error("id", proc._not_handed_over(error))
+            sender.send_error("id", error)
         message = self.reader.dequeue(timeout=20)
         if message.error:
             return message.error
@@ -82,7 +84,7 @@ def main() -> None:
     def pack() -> None:
         for _ in range(20):
             output = DiffusionOutput(output=[image(3 * MIB)])
-            proc.pack_diffusion_output_shm(output)
+            own_path.pack_diffusion_output_shm(output)
             ways.append(type(output.output[0]))
             unpack_diffusion_output_shm(output)
             assert torch.equal(output.output[0], image(3 * MIB))

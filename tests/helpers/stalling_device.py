@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from worker_shim.worker.device import HostExportDevice, Signal
+from worker_shim.worker.device import Signal
+from worker_shim.worker.device_host import HostExportDevice
 
 
 class Stalling(HostExportDevice):
@@ -22,8 +23,8 @@ class Failing(Stalling):
 
     why = ""
 
-    def reached(self, value: int) -> bool:
-        return value <= self.timeline.counter
+    def reached(self, ready: int) -> bool:
+        return ready <= self.timeline.counter
 
     def failure(self) -> str:
         return self.why

@@ -28,9 +28,9 @@ class WorkerProbe(CustomPipelineWorkerExtension):
             return {}
         exporter.take_acks()
         return {
-            "pending": len(exporter._pending),
-            "arena_idle": exporter._arena.idle,
-            "arena_bytes": exporter._arena.nbytes,
-            "overflow_left": exporter._overflow_left,
+            "pending": len(exporter.exchange.pending),
+            "arena_idle": exporter.placement.arena.idle,
+            "arena_bytes": exporter.placement.arena.nbytes,
+            "overflow_left": exporter.placement.overflow_left,
             "broken": exporter.broken,
         }

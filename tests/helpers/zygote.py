@@ -30,7 +30,7 @@ from typing import Any
 from worker_shim.synthetic.engine import nvidia_gpus
 
 GPUS = nvidia_gpus()
-PRELOADED = ("worker_shim.worker.proc", "vllm_omni.diffusion.diffusion_engine")
+PRELOADED = ("worker_shim.worker.worker_main", "vllm_omni.diffusion.diffusion_engine")
 _READ_LATER = re.compile(
     "PACKER_|PIPELINE_|PYTEST_|PYTHONPATH$|TMPDIR$|XDG_RUNTIME_DIR$|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )

@@ -29,8 +29,10 @@ from worker_shim.engine.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 
-from worker_shim.worker.device import CudaExportDevice, Signal  # noqa: E402
-from worker_shim.worker.exporter import Exporter, Staged  # noqa: E402
+from worker_shim.worker.device import Signal  # noqa: E402
+from worker_shim.worker.device_cuda import CudaExportDevice  # noqa: E402
+from worker_shim.worker.exporter import Exporter  # noqa: E402
+from worker_shim.worker.in_flight import InFlight  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -81,11 +83,11 @@ class Link:
             on_fallback=self._take_back,
         )
 
-    def _take_back(self, staged: Staged, reason: str) -> None:
+    def _take_back(self, staged: InFlight, reason: str) -> None:
         self.handed_back[staged.output_id] = reason
         self.settled.setdefault(staged.output_id, threading.Event()).set()
 
-    def stage(self, output: object) -> Staged:
+    def stage(self, output: object) -> InFlight:
         staged = self.exporter.stage(output, secrets.token_hex(8))
         assert staged is not None, "no room, or the packer is gone"
         return staged
@@ -394,7 +396,7 @@ def test_a_graph_is_captured_while_an_output_leaves_and_what_it_computes_arrives
 def test_a_drained_worker_gives_its_arena_back_to_the_driver(packer: Packer) -> None:
     with linked(packer, arena_step_bytes="1GiB") as link:
         link.transfer({"bytes": random((1000, 1000), torch.float32)})
-        wait_until(lambda: not link.exporter._pending, "the ack")
+        wait_until(lambda: not link.exporter.exchange.pending, "the ack")
         memory = GpuMemory()
         before = memory.in_use()
         link.exporter.give_back_arena(10.0)

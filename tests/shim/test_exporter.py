@@ -48,7 +48,9 @@ from worker_shim.engine import receiver  # noqa: E402
 from worker_shim.engine.delivered import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
 from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
-from worker_shim.worker.device import HostExportDevice, Signal  # noqa: E402
+from worker_shim.worker.device import Signal  # noqa: E402
+from worker_shim.worker.device_host import HostExportDevice  # noqa: E402
+from worker_shim.worker.exchange import Exchange  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def test_afterwards_nothing_is_in_flight_and_nothing_is_leased(worker, engine):
     del output
     worker.wait_settled(*(f"output-{number}" for number in range(30)))
     assert worker.arena_idle()
-    assert not worker.exporter._pending
+    assert not worker.exporter.exchange.pending
     engine.wait_no_lease()
 
 
@@ -489,7 +491,7 @@ def test_beside_a_full_arena_an_output_waits_as_a_clone_and_is_staged_when_slots
             late.join(DEADLINE_S)
             side.wait_settled("0", "1", "2")
             assert side.arena_idle()
-            assert side.exporter._overflow_left == 4 * MIB
+            assert side.exporter.placement.overflow_left == 4 * MIB
 
 
 def test_beside_a_full_overflow_the_output_is_left_to_the_worker_and_later_ones_are_taken_again(small):
@@ -524,27 +526,33 @@ def test_a_clone_that_waited_in_vain_for_a_slot_is_handed_back_whole(small):
                 side.exporter.rebuild(late), {"image": expected, "small": expected[:3].clone(), "n": np.arange(999)}
             )
             side.exporter.release(late)
-            assert side.exporter._overflow_left == 4 * MIB
+            assert side.exporter.placement.overflow_left == 4 * MIB
 
 
-def test_slots_of_delivered_outputs_are_used_again_before_the_arena_grows(packer, engine):
+def deafen(monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
+    """Exporters that are made from here on hear nothing by themselves."""
+    for method in methods:
+        monkeypatch.setattr(Exchange, method, lambda *args: None)
+
+
+def test_slots_of_delivered_outputs_are_used_again_before_the_arena_grows(packer, engine, monkeypatch):
     """Their acks wake nobody: whoever runs out of room looks for them. Here nobody else does, for as long as it takes."""
+    deafen(monkeypatch, "look", "take")
     side = WorkerSide(packer, engine.session)
     with contextlib.closing(side.exporter):
-        side.exporter.look = side.exporter.take = lambda *message: None
         for number in range(12):
             output = content(torch.float32, (FLOATS * 3 // 4,), number)
             side.send([output], str(number))
             assert_same(engine.output(str(number)), [output])
             del output
-        assert side.exporter._arena.nbytes == 2 * MIB
+        assert side.exporter.placement.arena.nbytes == 2 * MIB
         assert side.settled, "no slot was used twice"
 
 
-def test_a_clone_gets_the_slots_of_delivered_outputs_although_nobody_was_told(packer, engine):
+def test_a_clone_gets_the_slots_of_delivered_outputs_although_nobody_was_told(packer, engine, monkeypatch):
+    deafen(monkeypatch, "look", "take")
     side = WorkerSide(packer, engine.session)
     with contextlib.closing(side.exporter):
-        side.exporter.look = side.exporter.take = lambda *message: None
         staged = [side.exporter.stage([torch.ones(FLOATS * 3 // 4)], str(number)) for number in range(11)]
         assert staged[-1].overflow_bytes
         for one in staged:
@@ -715,7 +723,7 @@ NOT_PLAIN = {
 def test_a_plain_output_leaves_on_the_main_thread(worker, engine, make):
     staged = worker.exporter.stage(make(), "output")
     assert worker.exporter.submit_now(staged)
-    assert staged.output is None
+    assert staged.content is None
     assert_same(engine.output("output"), make())
 
 
@@ -822,9 +830,10 @@ class Queueing(HostExportDevice):
         while self._work:
             self._work.pop(0)()
 
-    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+    def copy_bytes(self, target: int, source: int, nbytes: int, owner: torch.Tensor) -> None:
         copy = super().copy_bytes
-        self.submit(lambda: copy(target, source, nbytes))
+        self.submit(lambda: copy(target, source, nbytes, owner))
+        self.record_use(owner)
 
     def record_use(self, tensor: torch.Tensor) -> None:
         assert not tensor.is_conj()
@@ -905,7 +914,7 @@ def test_a_plain_output_waits_for_no_forward_on_the_main_thread(queueing, engine
     device.submit(lambda: image.fill_(7.0))
     staged = queueing.exporter.stage([image], "output")
     assert queueing.exporter.submit_now(staged)
-    assert not device.reached(staged.signal.value)
+    assert not device.reached(staged.signal.ready)
     device.run()
     assert engine.output("output")[0].tolist() == [7.0] * 5
 
@@ -1307,7 +1316,7 @@ def test_an_output_that_cannot_be_staged_does_not_pass_earlier_ones_for_complete
         side.send([torch.ones(7)], "later")
         assert torch.equal(engine.output("later")[0], torch.ones(7))
         side.wait_settled("earlier", "later")
-        wait_until(lambda: not side.exporter._pending and side.arena_idle(), "the slots come back")
+        wait_until(lambda: not side.exporter.exchange.pending and side.arena_idle(), "the slots come back")
         assert side.settled == ["earlier", "later"], "nobody counted the one that failed"
 
 
@@ -1321,6 +1330,10 @@ def test_memory_the_packer_did_not_let_go_in_time_is_freed_the_next_time(worker)
 
 def test_an_output_released_by_two_threads_at_once_gives_its_slots_back_once(worker, engine):
     staged = [worker.exporter.stage([torch.ones(10)], f"output-{number}") for number in range(200)]
+    worker.exporter.exchange.broken = "by hand"
+    for one in staged:
+        worker.exporter.submit(one)
+    assert len(worker.handed_back) == 200
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -1331,7 +1344,7 @@ def test_an_output_released_by_two_threads_at_once_gives_its_slots_back_once(wor
     finally:
         sys.setswitchinterval(interval)
     assert worker.arena_idle()
-    worker.exporter._pending.clear()
+    assert not worker.exporter.exchange.pending
 
 
 def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuilt_equal(tmp_path):
@@ -1374,17 +1387,17 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
         engine.close()
 
 
-def test_what_a_packer_had_acknowledged_is_settled_when_it_is_given_up(tmp_path):
+def test_what_a_packer_had_acknowledged_is_settled_when_it_is_given_up(tmp_path, monkeypatch):
+    deafen(monkeypatch, "look")  # until it is given up, nobody looks
     with running_packer(tmp_path / "run") as packer, contextlib.closing(EngineSide(packer)) as engine:
         side = WorkerSide(packer, engine.session, restart_wait_s=0.0)
         with contextlib.closing(side.exporter):
-            side.exporter.look = lambda: None  # until then, nobody does
             side.send([torch.ones(5)], "output")
             engine.output("output")
-            wait_until(lambda: side.exporter.acknowledged, "its ack is on the page")
+            wait_until(lambda: side.exporter.exchange.acknowledged, "its ack is on the page")
             packer.signal(signal.SIGKILL)
             wait_until(lambda: side.settled == ["output"], "nobody looks for room, and the packer never comes back")
-            assert side.exporter._arena.idle
+            assert side.exporter.placement.arena.idle
             assert side.handed_back == []
 
 
@@ -1392,7 +1405,7 @@ def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
     side = WorkerSide(packer, engine.session, max_restarts=0)
     with contextlib.closing(side.exporter):
         staged = side.exporter.stage([torch.ones(FLOATS)], "pending")
-        side.exporter._link.post(Release((1,)))  # not a worker's to send
+        side.exporter.exchange.link.post(Release((1,)))  # not a worker's to send
         wait_until(lambda: side.exporter.broken, "the exporter hears of it")
         assert "no message allowed here" in side.exporter.broken
         side.exporter.submit(staged)

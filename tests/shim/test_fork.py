@@ -278,7 +278,7 @@ def ours(target: str) -> bool:
 
 
 def connected_socket(worker: WorkerSide) -> Any:
-    return worker.exporter._link._connection._channel._socket
+    return worker.exporter.exchange.link._connection._channel._socket
 
 
 def link(fd: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from packer_process import DEADLINE_S, wait_until
 
 pytest.importorskip("vllm_omni")
+import torch
 from engine_checks import warnings_logged
 from vllm_omni.diffusion import ipc
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
@@ -20,7 +21,8 @@ from vllm_omni.diffusion.worker import diffusion_worker
 
 from packer_service.errors import DeviceError
 from worker_shim.engine import executor
-from worker_shim.worker import proc
+from worker_shim.worker import own_path, proc
+from worker_shim.worker.worker_main import worker_main
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +36,8 @@ class Worker(proc.PackerWorkerProc):
 
     od_config = Config()
     result_mq = object()
+    gpu_id = 0
+    _torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._async_output_done = threading.Condition()
@@ -59,10 +63,8 @@ class Worker(proc.PackerWorkerProc):
 @pytest.fixture
 def running(monkeypatch):
     monkeypatch.setattr(proc, "current_omni_platform", type("Platform", (), {"record_device_event": lambda: None}))
-    monkeypatch.setattr(proc, "pack_diffusion_output_shm", lambda output, d2h_stream: output)
-    running = Worker()
-    running._side_stream = None
-    return running
+    monkeypatch.setattr(own_path, "pack_diffusion_output_shm", lambda output, d2h_stream: output)
+    return Worker()
 
 
 def test_an_output_whose_compute_done_cannot_be_sent_is_not_handed_over(running):
@@ -128,7 +130,7 @@ def test_a_job_that_vllm_omni_cannot_take_either_fails_its_request_and_holds_up_
 def test_an_output_that_contains_itself_takes_the_own_path_as_it_is(running, monkeypatch):
     parts: list[Any] = [1]
     parts.append(parts)
-    monkeypatch.setattr(proc, "pack_diffusion_output_shm", ipc.pack_diffusion_output_shm)
+    monkeypatch.setattr(own_path, "pack_diffusion_output_shm", ipc.pack_diffusion_output_shm)
     running._return_result(DiffusionOutput(output=parts), "rpc")
     running.run_export_thread()
     assert running.sent[-1].output.output is parts
@@ -143,15 +145,14 @@ class BreakingExporter:
 
 
 def test_nothing_ends_the_export_thread_but_its_shutdown(running, monkeypatch):
-    running.gpu_id = 0
     running.exporter = BreakingExporter()
-    pack = proc.pack_diffusion_output_shm
+    pack = own_path.pack_diffusion_output_shm
 
     def exit_at_first(output: Any, d2h_stream: Any) -> Any:
-        monkeypatch.setattr(proc, "pack_diffusion_output_shm", pack)
+        monkeypatch.setattr(own_path, "pack_diffusion_output_shm", pack)
         raise SystemExit("no licence")
 
-    monkeypatch.setattr(proc, "pack_diffusion_output_shm", exit_at_first)
+    monkeypatch.setattr(own_path, "pack_diffusion_output_shm", exit_at_first)
     for number in range(2):
         running._return_result(DiffusionOutput(output=number), f"rpc-{number}")
     running.run_export_thread()
@@ -188,7 +189,6 @@ def test_a_drain_that_may_not_wait_takes_the_acks_that_are_there(running):
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1])
 def test_a_drain_in_vain_ends_in_time_and_says_how_long_it_took(running, limit_s):
-    running.gpu_id = 0
     running._async_output_pending = 2
     running.exporter = LazyExporter(running, 1)
     begin = time.monotonic()
@@ -230,8 +230,8 @@ def test_what_our_processes_open_is_never_their_standard_error(process, monkeypa
                 os.write(writer, bytes([os.memfd_create("mine"), os.get_inheritable(2)]))
 
             if process == "worker":
-                monkeypatch.setattr(proc.diffusion_worker.WorkerProc, "worker_main", open_something)
-                proc.worker_main(worker_config=None, reports=None, late=None)
+                monkeypatch.setattr(diffusion_worker.WorkerProc, "worker_main", open_something)
+                worker_main(worker_config=None, reports=None, late=None)
             else:
                 made = object.__new__(executor.PackerDiffusionExecutor)
                 made.od_config = type("Config", (), {"additional_config": property(open_something)})()
@@ -260,7 +260,7 @@ class BrokenExporter(LazyExporter):
 
 def test_a_device_that_cannot_free_leaves_nothing_of_vllm_omnis_behind(running, monkeypatch):
     ended = []
-    monkeypatch.setattr(proc.diffusion_worker.WorkerProc, "shutdown", lambda self: ended.append(self))
+    monkeypatch.setattr(diffusion_worker.WorkerProc, "shutdown", lambda self: ended.append(self))
     running.exporter = exporter = BrokenExporter(running, 0)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         running.shutdown()

@@ -33,7 +33,7 @@ from worker_shim.outputs.arrays import (
     tensor_over,
 )
 from worker_shim.outputs.survey import survey, tensors_nbytes
-from worker_shim.worker.exporter import OWN_PIECE_BYTES, plan
+from worker_shim.worker.placement import OWN_PIECE_BYTES, plan
 
 torch = pytest.importorskip("torch")
 

@@ -26,15 +26,16 @@ def _worker(connection: Any, settings: Settings, on_gpu: bool, where: tuple[str,
     import torch
 
     from worker_shim.synthetic.content import content
-    from worker_shim.worker.device import open_export_device
-    from worker_shim.worker.exporter import Exporter, Staged
+    from worker_shim.worker.exporter import Exporter
+    from worker_shim.worker.in_flight import InFlight
+    from worker_shim.worker.open_device import open_export_device
 
     socket, key, session, mac_key = where
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
     settled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def fell_back(staged: Staged, reason: str) -> None:
+    def fell_back(staged: InFlight, reason: str) -> None:
         problems.put(f"output {staged.output_id} fell back: {reason}")
         settled.put(staged.output_id)
 

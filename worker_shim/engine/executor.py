@@ -41,7 +41,7 @@ from worker_shim.log import get_logger
 from worker_shim.outputs.media import check_media
 from worker_shim.outputs.replies import reply_ranks
 from worker_shim.settings import engine_settings
-from worker_shim.worker.proc import worker_main
+from worker_shim.worker.worker_main import worker_main
 from worker_shim.worker_config import Exports, Refuses, WorkerConfig
 
 logger = get_logger(__name__)

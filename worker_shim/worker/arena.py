@@ -147,9 +147,9 @@ class Arena:
             self._blocked_until = time.monotonic() + _RETRY_GROWTH_S
             logger.warning("the arena stays at %d MiB: %s (setting arena_max_bytes)", self.nbytes >> 20, error)
             return False
-        with self._changed:
-            number, self._next_chunk = self._next_chunk, self._next_chunk + 1
-            self._announce(number, chunk)
+        number, self._next_chunk = self._next_chunk, self._next_chunk + 1
+        self._announce(number, chunk)  # without the lock: it takes another
+        with self._lock:
             self._chunks[number] = (chunk, Extents(size))
         logger.info("arena grew by %d MiB to %d MiB", size >> 20, self.nbytes >> 20)
         return True
