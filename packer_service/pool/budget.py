@@ -5,13 +5,11 @@ It counts bytes and hands out permission. It allocates nothing itself.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable
 
 from packer_service.pool.cgroup import memory_left
-from packer_service.pool.segment import Segment
 
 LEFT_TO_OTHERS = 64 << 20  # of a cgroup's memory: beyond its limit the kernel kills a process of it, and any of them
 
@@ -64,13 +62,12 @@ class Budget:
             self._taken -= nbytes
             self._coming -= nbytes
 
-    def close_segment(self, segment: Segment) -> None:
-        """Close it soon. Its bytes are free once that is done: it waits for the forwards that streams wait for."""
+    def returning(self, nbytes: int) -> None:
+        """``nbytes`` of a segment that is being closed: they stay taken until they are ``returned``."""
         with self._lock:
-            self._returning += segment.memory.nbytes
-        segment.close(functools.partial(self._returned, segment.memory.nbytes))
+            self._returning += nbytes
 
-    def _returned(self, nbytes: int) -> None:
+    def returned(self, nbytes: int) -> None:
         with self._lock:
             self._returning -= nbytes
             self._taken -= nbytes

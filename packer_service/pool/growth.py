@@ -1,63 +1,76 @@
-"""How a pool grows and shrinks: ahead of need on a thread of its own, and back to its start when nobody uses it.
+"""The segments of a pool, and how it grows and shrinks: ahead of need on a thread of its own, and back when nobody uses it.
 
 It decides when, and how much. It never says whose bytes are whose: that is the pool's (packer_service.pool.pool).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 
-from packer_service.devices.base import Device
+from packer_service.devices.base import Device, nothing
 from packer_service.errors import DeviceError, PoolExhausted
-from packer_service.memory.extents import ALIGNMENT, align
+from packer_service.memory.extents import ALIGNMENT, Extents, align
+from packer_service.memory.memfd import SharedMemory
 from packer_service.pool.budget import LEFT_TO_OTHERS, Budget
-from packer_service.pool.segment import Segment
 
 logger = logging.getLogger(__name__)
 
 _RETRY_GROWTH_S = 5.0
+_POPULATE_THREADS = 8
 
 
-class Grower:
-    """The segments of one pool, and the thread that adds to them and gives idle ones back.
+class Segment:
+    """One memfd: populated, then registered. It owns both; ``close`` undoes both, soon (see ``Device.drain``)."""
 
-    ``lock`` is the pool's and guards everything here. Who calls the methods of the first part holds it. Segments are made and
-    closed without it, so that allocations and releases go on meanwhile. ``on_end`` is called with it, as growth ends, and told
-    whether a segment came; ``on_trim`` without it, before a segment leaves. ``label`` says for the log whose pool it is.
+    def __init__(self, device: Device, number: int, nbytes: int) -> None:
+        self.number = number
+        self.memory = SharedMemory.create(f"packer-segment-{number}", nbytes)
+        self.extents = Extents(nbytes)
+        self._device = device
+        try:
+            self.memory.populate(_POPULATE_THREADS)
+            device.register(self.memory.address, nbytes)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def close(self, then: Callable[[], None] = nothing) -> None:
+        def unmap() -> None:
+            self.memory.close()
+            then()
+
+        self._device.unregister(self.memory.address, self.memory.nbytes, unmap)
+
+
+class Segments:
+    """What a pool is beneath its regions: its segments, and the thread that adds to them and gives idle ones back.
+
+    ``_lock`` guards everything here, and what the pool adds to it. Who calls the methods of the first part holds it. Segments
+    are made and closed without it, so that allocations and releases go on meanwhile.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        budget: Budget,
-        lock: threading.Lock,
-        *,
-        on_end: Callable[[bool], None],
-        on_trim: Callable[[int], None],
-        label: Callable[[], str],
-        keep_bytes: int,
-        step_bytes: int,
-        idle_s: float,
-    ) -> None:
-        self.segments: list[Segment] = []
+    def __init__(self, device: Device, budget: Budget, *, keep_bytes: int, step_bytes: int, idle_s: float) -> None:
+        self.owner = ""  # the engine session; none yet for the pool that is ready before its engine comes
+        self.on_trim: Callable[[int], None] = lambda number: None  # told the number of a segment before that leaves
         self._device = device
         self._budget = budget
-        self._on_end = on_end
-        self._on_trim = on_trim
-        self._label = label
         self._keep_bytes = keep_bytes
         self._step_bytes = align(step_bytes)
         self._idle_s = idle_s
-        self._lock = lock
-        self._work = threading.Condition(lock)  # there is something for the thread
+        self._lock = threading.Lock()
+        self._space = threading.Condition(self._lock)  # something was released, or growth ended
+        self._work = threading.Condition(self._lock)  # there is something for the thread
+        self._segments: list[Segment] = []
         self._next_segment = 0
         self._largest_request = 0  # of the last idle_s, so that a size which came once is not kept ready for ever
         self._largest_at = 0.0
         self._last_use = time.monotonic()
+        self._in_vain = False  # an allocation waited in vain, and nothing came back since
         self._wanted = 0  # bytes to add next
         self._growing = False
         self._blocked_until = 0.0  # no growth before, because it failed
@@ -66,20 +79,20 @@ class Grower:
         self._thread = threading.Thread(target=self._run, name="pool-grower", daemon=True)
         self._thread.start()
 
-    # -- what the pool asks, holding its lock --------------------------------------------------------------------------
+    # -- what the pool asks, holding the lock --------------------------------------------------------------------------
 
-    def note_request(self, nbytes: int, now: float) -> None:
+    def _note_request(self, nbytes: int, now: float) -> None:
         """The pool is used, for an output of this size."""
         self._last_use = now
         if nbytes >= self._largest_request or now >= self._largest_at + self._idle_s:
             self._largest_request, self._largest_at = nbytes, now
 
-    def look_ahead(self) -> None:
+    def _look_ahead(self) -> None:
         """Grow ahead of need, where another output as large as the largest would find no room."""
-        if max(segment.extents.largest_free for segment in self.segments) < self._largest_request:
-            self.ask_for(self._largest_request)
+        if max(segment.extents.largest_free for segment in self._segments) < self._largest_request:
+            self._ask_for(self._largest_request)
 
-    def ask_for(self, nbytes: int) -> bool:
+    def _ask_for(self, nbytes: int) -> bool:
         """Have room for ``nbytes`` added; False where the budget or a recent failure forbids it."""
         if self._growing or self._wanted:
             return True
@@ -89,17 +102,17 @@ class Grower:
         self._work.notify()
         return True
 
-    def others_hold(self, nbytes: int) -> bool:
+    def _others_hold(self, nbytes: int) -> bool:
         """Whether growth would be possible without the pools of other engines, one of which may be leaving just now."""
-        fits = self.total_bytes + align(nbytes) <= self._budget.max_bytes
+        fits = self._total_bytes + align(nbytes) <= self._budget.max_bytes
         return time.monotonic() >= self._blocked_until and fits
 
-    def why_no_room(self) -> str:
+    def _why_no_room(self) -> str:
         return self._error or f"at its limit {self._budget.describe()}"
 
     @property
-    def total_bytes(self) -> int:
-        return sum(segment.memory.nbytes for segment in self.segments)
+    def _total_bytes(self) -> int:
+        return sum(segment.memory.nbytes for segment in self._segments)
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
@@ -123,20 +136,30 @@ class Grower:
             raise
         self._budget.populated(nbytes)
         with self._lock:
-            self.segments.append(segment)
-            self._on_end(True)
-            total = self.total_bytes
+            self._segments.append(segment)
+            self._in_vain = False
+            self._space.notify_all()
+            total = self._total_bytes
         logger.info("pool grew by %d MiB to %d MiB%s", nbytes >> 20, total >> 20, self._label())
 
-    def stop(self) -> list[Segment]:
-        """End the thread; the segments, which are the caller's to close."""
+    def _stop(self) -> None:
+        """End the thread, and close all segments."""
         with self._lock:
             self._stopping = True
             self._work.notify()
         self._thread.join()
         with self._lock:
-            segments, self.segments = self.segments, []
-        return segments
+            segments, self._segments = self._segments, []
+        for segment in segments:
+            self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        """Soon. Its bytes are free once that is done: it waits for the forwards that streams wait for."""
+        self._budget.returning(segment.memory.nbytes)
+        segment.close(functools.partial(self._budget.returned, segment.memory.nbytes))
+
+    def _label(self) -> str:
+        return f" (engine {self.owner})" if self.owner else ""
 
     def _run(self) -> None:
         try:
@@ -146,7 +169,7 @@ class Grower:
             with self._lock:
                 self._wanted, self._growing = 0, False
                 self._error, self._blocked_until = f"unable to grow ({error!r})", math.inf
-                self._on_end(False)
+                self._space.notify_all()
 
     def _grow_and_trim(self) -> None:
         self._device.bind_thread()
@@ -170,18 +193,18 @@ class Grower:
         except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
             error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
             with self._lock:
-                total = self.total_bytes
+                total = self._total_bytes
             logger.warning("the pool stays at %d MiB: %s", total >> 20, error)
         with self._lock:
             self._growing = False
             self._error = error
             self._blocked_until = time.monotonic() + _RETRY_GROWTH_S if error else 0.0
-            self._on_end(False)
+            self._space.notify_all()
             self._work.notify()  # its sleep has an end from here on
 
     def _until_surplus(self) -> float | None:
         """Seconds until an idle segment may leave; None where there is nothing to give back."""
-        if self.total_bytes <= self._keep_bytes:
+        if self._total_bytes <= self._keep_bytes:
             return None
         return max(self._last_use + self._idle_s - time.monotonic(), 0.0) or self._idle_s
 
@@ -189,16 +212,16 @@ class Grower:
         """Empty segments beyond ``keep_bytes`` of a pool that nobody used for ``idle_s``, taken out of it."""
         if time.monotonic() < self._last_use + self._idle_s:
             return []
-        total, surplus = self.total_bytes, []
-        for segment in self.segments[::-1]:
+        total, surplus = self._total_bytes, []
+        for segment in self._segments[::-1]:
             if segment.extents.idle and total - segment.memory.nbytes >= self._keep_bytes:
                 total -= segment.memory.nbytes
-                self.segments.remove(segment)
+                self._segments.remove(segment)
                 surplus.append(segment)
         return surplus
 
     def _discard(self, segments: list[Segment]) -> None:
         for segment in segments:
-            self._on_trim(segment.number)
-            self._budget.close_segment(segment)
+            self.on_trim(segment.number)
+            self._close(segment)
             logger.info("pool gives %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)

@@ -7,22 +7,19 @@
     segment 1  ...
 
 A region is named by a number that is never used twice, so that a lease returned twice touches nobody else. The pool says which
-bytes are whose. It never copies, and never adds or removes memory itself: its grower does (packer_service.pool.growth).
+bytes are whose. It never copies. What adds and removes memory is in packer_service.pool.growth.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from packer_service.devices.base import Device
 from packer_service.errors import PoolExhausted, ProtocolError
 from packer_service.pool.budget import Budget
-from packer_service.pool.growth import Grower
-from packer_service.pool.segment import Segment
+from packer_service.pool.growth import Segment, Segments
 
 logger = logging.getLogger(__name__)
 
@@ -45,40 +42,22 @@ class Region:
         return self.segment.memory.address + self.offset
 
 
-class Pool:
-    """Allocates regions and takes them back; what there is of memory is its grower's to change. Closes when its engine is gone.
+class Pool(Segments):
+    """Allocates regions and takes them back. Closes when its engine is gone.
 
-    One lock guards the regions, the leases and the segments, the grower's state too. It is held for bookkeeping alone: not
-    for a call to the kernel or the device, a file, a log line or the start of a thread. ``on_trim`` is told the number of each
-    segment that leaves, before it does. To make a pool starts a thread.
+    One lock guards the regions, the leases and the segments. It is held for bookkeeping alone: not for a call to the kernel or
+    the device, a file, a log line or the start of a thread. To make a pool starts a thread.
     """
 
     def __init__(self, device: Device, budget: Budget, *, keep_bytes: int, step_bytes: int, idle_s: float) -> None:
-        self.on_trim: Callable[[int], None] = lambda number: None
-        self.owner = ""  # the engine session; none yet for the pool that is ready before its engine comes
-        self._device = device
-        self._budget = budget
-        self._lock = threading.Lock()
-        self._space = threading.Condition(self._lock)  # something was released, or growth ended
+        super().__init__(device, budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
         self._regions: dict[int, Region] = {}
         self._leased: set[int] = set()  # those of them that the engine may give back
         self._next_region = 1
-        self._handed_back = 0  # outputs for which there was no room
+        self._declined = 0  # outputs for which there was no room
         self._complained_at = -_COMPLAINT_S
-        self._in_vain = False  # an allocation waited in vain, and nothing came back since
         self._refusing = False  # grants nothing more
         self._closed = False
-        self._grower = Grower(
-            device,
-            budget,
-            self._lock,
-            on_end=self._growth_ended,
-            on_trim=lambda number: self.on_trim(number),
-            label=lambda: f" (engine {self.owner})" if self.owner else "",
-            keep_bytes=keep_bytes,
-            step_bytes=step_bytes,
-            idle_s=idle_s,
-        )
         budget.add(self.describe)
 
     # -- regions -------------------------------------------------------------------------------------------------------
@@ -90,30 +69,30 @@ class Pool:
         """
         begin = time.monotonic()
         with self._lock:
-            self._grower.note_request(nbytes, begin)
+            self._note_request(nbytes, begin)
             waited = False
             while True:
                 if self._refusing:
                     raise PoolExhausted("the pool is closed: its engine is gone")
                 region = self._try_allocate(nbytes)
                 if region is not None:
-                    self._grower.look_ahead()
+                    self._look_ahead()
                     return region
-                could_grow = self._grower.ask_for(nbytes)
+                could_grow = self._ask_for(nbytes)
                 remaining = begin + timeout_s - time.monotonic()
-                others = not could_grow and self._grower.others_hold(nbytes)
+                others = not could_grow and self._others_hold(nbytes)
                 hopeful = could_grow or others or (self._regions and not self._in_vain)
                 if remaining <= 0 or not hopeful:
                     self._in_vain = self._in_vain or waited
                     raise PoolExhausted(
-                        f"no room for {nbytes} bytes: {self._holds()} and the pool is {self._grower.why_no_room()}."
+                        f"no room for {nbytes} bytes: {self._holds()} and the pool is {self._why_no_room()}."
                         " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
                     )
                 waited = True
                 self._space.wait(min(remaining, _OTHERS_POLL_S) if others else remaining)
 
     def _try_allocate(self, nbytes: int) -> Region | None:
-        for segment in self._grower.segments:
+        for segment in self._segments:
             offset = segment.extents.allocate(nbytes)
             if offset is not None:
                 region = Region(self._next_region, segment, offset, nbytes, time.monotonic())
@@ -158,19 +137,13 @@ class Pool:
             self._leased.remove(number)
             self._release(number)
 
-    def _growth_ended(self, grown: bool) -> None:
-        """``_lock`` is held."""
-        if grown:
-            self._in_vain = False
-        self._space.notify_all()
-
     # -- who holds what ------------------------------------------------------------------------------------------------
 
     def _holds(self) -> str:
         used = sum(region.nbytes for region in self._regions.values())
         who = f"engine {self.owner}" if self.owner else "a pool without an engine"
         held = (
-            f"{who} holds {used} of {self._grower.total_bytes} bytes in {len(self._regions)} regions"
+            f"{who} holds {used} of {self._total_bytes} bytes in {len(self._regions)} regions"
             f" ({len(self._leased)} of them leases)"
         )
         if not self._regions:
@@ -187,30 +160,26 @@ class Pool:
         """An output found no room and is handed back: count it, and say who holds what, now and then."""
         now = time.monotonic()
         with self._lock:
-            self._handed_back += 1
+            self._declined += 1
             if self._refusing or now < self._complained_at + _COMPLAINT_S:
                 return
             self._complained_at = now
-            count = self._handed_back
+            count = self._declined
         holders = self._budget.describe_pools()
         logger.warning("the pool is exhausted, %d outputs were handed back so far: %s", count, holders)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
-    def grow(self, nbytes: int) -> None:
-        """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
-        self._grower.grow(nbytes)
-
     @property
     def segments(self) -> list[Segment]:
         with self._lock:
-            return list(self._grower.segments)
+            return list(self._segments)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments."""
         with self._lock:
-            return self._grower.total_bytes
+            return self._total_bytes
 
     def refuse(self) -> None:
         """Grant nothing more and let nobody wait: the engine is gone. What is out stays valid until ``close``."""
@@ -225,11 +194,9 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-        segments = self._grower.stop()
+        self._stop()
         with self._lock:
             self._regions.clear()
             self._leased.clear()
         self._budget.remove(self.describe)
-        for segment in segments:
-            self._budget.close_segment(segment)
         self._device.drain()

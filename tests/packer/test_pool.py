@@ -76,7 +76,7 @@ def bytes_out(pool: Pool) -> int:
 
 def rests(pool: Pool) -> bool:
     """It neither grows nor is asked to."""
-    return not pool._grower._wanted and not pool._grower._growing
+    return not pool._wanted and not pool._growing
 
 
 def open_fds() -> int:
@@ -328,7 +328,7 @@ def test_room_for_a_size_that_did_not_come_for_a_while_is_not_kept_ready_althoug
 def test_a_grower_that_died_is_not_waited_for_and_said_of(new_pool, device, caplog):
     device.broken = True
     pool = new_pool(16 * MIB)
-    wait_until(lambda: not pool._grower._thread.is_alive(), "the grower fails")
+    wait_until(lambda: not pool._thread.is_alive(), "the grower fails")
     begin = time.monotonic()
     with pytest.raises(PoolExhausted, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         pool.allocate(4 * MIB, DEADLINE_S)
