@@ -23,7 +23,6 @@ class ImportedChunk(Protocol):
 
     def close(self, then: Callable[[], None] = nothing) -> None:
         """Close it soon: see ``Device.drain``. ``then`` is called after that, on another thread, and may not wait."""
-        ...
 
 
 class Timeline(Protocol):
@@ -33,7 +32,6 @@ class Timeline(Protocol):
 
     def close(self) -> None:
         """Close it soon: see ``Device.drain``."""
-        ...
 
 
 class Marker(Protocol):
@@ -41,7 +39,6 @@ class Marker(Protocol):
 
     def synchronize(self) -> None:
         """Block, without burning a core, until the stream has passed the marker."""
-        ...
 
 
 class Stream(Protocol):
@@ -49,7 +46,6 @@ class Stream(Protocol):
 
     def wait_timeline(self, timeline: Timeline, value: int) -> None:
         """Have the stream wait until the counter reaches ``value``. DeviceBusy where it may not wait now."""
-        ...
 
     def wait_event(self, handle: bytes) -> None:
         """The same for the worker's interprocess event behind ``handle``. DeviceBusy until that is complete, as last recorded.
@@ -57,11 +53,9 @@ class Stream(Protocol):
         An event that is not complete when its process dies never is, and a stream that waits for it never goes on
         (benchmarks/dead_worker.py).
         """
-        ...
 
     def copy_to_host(self, address: int, chunk: ImportedChunk, offset: int, nbytes: int) -> None:
         """Copy ``nbytes`` at ``offset`` of ``chunk`` to registered host memory at ``address``."""
-        ...
 
     def record(self) -> Marker: ...
 
@@ -70,7 +64,6 @@ class Stream(Protocol):
 
         None of its waits counts from here on, whatever a worker writes to its timeline.
         """
-        ...
 
 
 class Device(Protocol):
@@ -82,39 +75,31 @@ class Device(Protocol):
 
     def bind_thread(self) -> None:
         """Call once on every thread that uses the device."""
-        ...
 
     def register(self, address: int, nbytes: int) -> None:
         """Make host memory a target of fast copies. ``unregister`` undoes it."""
-        ...
 
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
         """As ``ImportedChunk.close``: the memory must stay mapped until ``then`` is called."""
-        ...
 
     def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> ImportedChunk:
         """Import a worker's chunk and check that it really holds ``nbytes``. Takes the descriptors out of ``fds`` it keeps."""
-        ...
 
     def open_timeline(self, page: TimelinePage) -> Timeline:
         """Take over a worker's page, also when it raises."""
-        ...
 
     def open_stream(self) -> Stream: ...
 
     def failure(self) -> str:
         """Why no call to this device will work any more; empty while it does."""
-        ...
 
     def drain(self) -> bool:
         """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
 
         False where it gave up, after ``hurry``. See Note [What a close waits for] in packer_service.devices.closer.
         """
-        ...
 
     def hurry(self) -> None:
         """The process is about to end: from here on ``drain`` waits no longer than a moment."""
-        ...
 
     def close(self) -> None: ...

@@ -36,23 +36,18 @@ class Copier:
     def __init__(
         self,
         name: str,
-        device: Device,
         engine: EngineSession,
-        wait_s: float,
         outputs: Outputs,
         imports: Imports,
         pages: WorkerPages,
         delivery: Delivery,
+        device: Device,
+        wait_s: float,
         on_device_failure: Callable[[str], None],
     ) -> None:
-        self._name = name
-        self._device = device
-        self._engine = engine
+        self._name, self._engine, self._device = name, engine, device
+        self._outputs, self._imports, self._pages, self._delivery = outputs, imports, pages, delivery
         self._wait_s = wait_s
-        self._outputs = outputs
-        self._imports = imports
-        self._pages = pages
-        self._delivery = delivery
         self._on_device_failure = on_device_failure
         self._stream: Stream  # opened in ``start``
         self._queue: queue.SimpleQueue[Output | None] = queue.SimpleQueue()

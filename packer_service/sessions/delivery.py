@@ -45,18 +45,14 @@ class Delivery:
         self,
         name: str,
         engine: EngineSession,
-        outbox: Outbox,
         outputs: Outputs,
         imports: Imports,
         pages: WorkerPages,
+        outbox: Outbox,
         disconnect: Callable[[], None],
     ) -> None:
-        self._name = name
-        self._engine = engine
-        self._outbox = outbox
-        self._outputs = outputs
-        self._imports = imports
-        self._pages = pages
+        self._name, self._engine, self._outbox = name, engine, outbox
+        self._outputs, self._imports, self._pages = outputs, imports, pages
         self.disconnect = disconnect
 
     # -- while it is copied --------------------------------------------------------------------------------------------

@@ -1,8 +1,15 @@
 """What a packer does for one worker, from the handshake to the end of the connection: takes its messages, and ends it.
 
 What a message may ask for is checked here and in ``Imports``. The outputs move as Note [The life of an output in the packer]
-in packer_service.sessions.output says; ``Copier`` copies them, ``Delivery`` delivers them, and Note [When a worker is gone]
-in packer_service.sessions.departure tells the rest.
+in packer_service.sessions.output says; ``Copier`` copies them, and ``Delivery`` delivers them.
+
+Note [When a worker is gone]
+The end of its connection does not say whether it died (packer_service.memory.timeline does). If it is dead, its imports keep
+the device memory alive, so whatever its device had completed is still copied and delivered. What had not been completed never
+will be: those outputs fail, the counter is forced until the stream has passed them (the device may write it a little longer),
+their copies are discarded and their regions released only then. If it only hung up, it exports everything again somewhere,
+and its device goes on and will still write the counter: then nothing is forced, published or failed, and what was submitted
+ends when the worker's own forward does, or when the worker dies after all.
 """
 
 from __future__ import annotations
@@ -16,12 +23,11 @@ from packer_service.config import Settings
 from packer_service.devices.base import Device
 from packer_service.errors import DescriptorLost, DeviceError, PeerClosed, ProtocolError
 from packer_service.memory.memfd import check_memfd
-from packer_service.sessions import departure
 from packer_service.sessions.copier import Copier
 from packer_service.sessions.delivery import INCOMPLETE, Delivery
 from packer_service.sessions.engine import EngineSession, refuse
 from packer_service.sessions.imports import Imports
-from packer_service.sessions.output import UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
+from packer_service.sessions.output import COPYING, UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
 from packer_service.sessions.pages import WorkerPages
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, close_fds
@@ -33,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_OUTPUTS = 4096  # of one worker in flight; its arena and overflow bound them long before
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
 _PROBE = ""  # stands for a probe among the outputs; no output is called so
+_POLL_S = 0.02  # of what tells itself to nobody: a page
+_COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 _STOP_S = 0.5  # for its last copies and answers, once the packer is told to stop
 _LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers, and its engine to read what they wait for
 
@@ -64,9 +72,9 @@ class WorkerSession:
         self._outputs = Outputs()
         self._pages = WorkerPages(name, device)
         self._imports = Imports(name, device, self._outputs)
-        shared = self._outputs, self._imports, self._pages
-        self._delivery = Delivery(name, engine, self._outbox, *shared, self.disconnect)
-        self._copier = Copier(name, device, engine, settings.wait_s, *shared, self._delivery, on_device_failure)
+        shared = name, engine, self._outputs, self._imports, self._pages
+        self._delivery = Delivery(*shared, self._outbox, self.disconnect)
+        self._copier = Copier(*shared, self._delivery, device, settings.wait_s, on_device_failure)
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""
@@ -113,7 +121,7 @@ class WorkerSession:
     def _take_message(self) -> None:
         lost = None
         try:
-            received = self._channel.receive(departure.POLL_S if self._hold_forced() else None)
+            received = self._channel.receive(_POLL_S if self._hold_forced() else None)
         except DescriptorLost as error:
             self._channel.skip()
             received, lost = (error.message, []), error
@@ -252,19 +260,19 @@ class WorkerSession:
 
     def _end(self, reason: str) -> bool:
         """See the finisher off, then give everything back. False where the packer stops and copies are still under way."""
-        tell = departure.see_off(self._outputs, self._pages, self._stopping, reason)
+        tell = self._see_off(reason)
         self._copier.stop_soon()
         left_s = _STOP_S
-        while not self._copier.has_stopped(departure.POLL_S):
-            departure.release_waits(self._outputs, self._pages)
+        while not self._copier.has_stopped(_POLL_S):
+            self._release_waits()
             if self._stopping.is_set():
-                left_s -= departure.POLL_S
+                left_s -= _POLL_S
                 if left_s <= 0:
                     return False
         if not self._pages.dead:
             deadline = time.monotonic() + (_STOP_S if self._stopping.is_set() else _LAST_SEND_S)
             while self._delivery.under_way() and time.monotonic() < deadline:
-                time.sleep(departure.POLL_S)
+                time.sleep(_POLL_S)
             self._outbox.flush(deadline - time.monotonic())
         self._channel.shutdown()
         self._delivery.close(tell=tell)
@@ -274,3 +282,47 @@ class WorkerSession:
         self._device.drain()
         self._outbox.close()  # only now may the worker free its memory
         return True
+
+    def _see_off(self, reason: str) -> bool:
+        """Wait until it is known whether the worker died, or nothing it completes is waited for. Whether its engine is to know.
+
+        ``reason``: why the outputs of a dead worker fail that are not complete.
+        """
+        outputs, pages = self._outputs, self._pages
+        if pages.timeline is None:  # nothing tells whether it lives, and there is hardly anything to tell of it
+            with outputs.lock:
+                return bool(outputs.within(UNSETTLED))
+        while True:
+            pages.dead = not pages.owner_lives()
+            void = pages.void
+            with outputs.lock:
+                incomplete = outputs.incomplete(pages.completed)
+                if pages.dead:
+                    for output in incomplete:
+                        output.failure = reason
+            if pages.dead:
+                self._release_waits()
+                return not void
+            if void and not incomplete:
+                return False
+            if self._stopping.wait(_POLL_S):
+                deadline = time.monotonic() + _COPIES_S
+                while self._is_copying() and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+                return False
+
+    def _release_waits(self) -> None:
+        """Release whatever waits for a dead worker's device, which may have undone the last time."""
+        if self._pages.dead and self._pages.timeline is not None:
+            with self._outputs.lock:
+                value = max((output.export.ready for output in self._outputs.within(UNCOPIED)), default=0)
+            self._pages.timeline.page.end_at(value)
+
+    def _is_copying(self) -> bool:
+        """Whether the device is at a copy, and not at a wait for the worker's forward.
+
+        The stream is in order: whatever is behind the first may wait for that one's forward, though its own wait is met.
+        """
+        with self._outputs.lock:
+            first = next(iter(self._outputs.within(COPYING)), None)
+        return first is not None and self._pages.is_due(first.export.ready)
