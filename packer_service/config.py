@@ -21,40 +21,9 @@ from packer_service.errors import SettingError
 from packer_service.pool.cgroup import memory_limit
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-# A packer process reads these. The executor and its workers read the others, and some of these too.
-PACKER_SETTINGS = (
-    "socket",
-    "key_file",
-    "device",
-    "pool_bytes",
-    "pool_max_bytes",
-    "pool_step_bytes",
-    "pool_idle_s",
-    "wait_s",
-    "exit_after_s",
-    "handshake_timeout_s",
-    "hang_s",
-    "max_sessions",
-    "allowed_uids",
-    "log_level",
-)
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 1024 * GIB,
-    "k": KIB,
-    "m": MIB,
-    "g": GIB,
-    "t": 1024 * GIB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS |= {_prefix: 1024**_power, f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
 
 
 def _setting(default: Any, text: str, **bounds: Any) -> Any:
@@ -96,12 +65,6 @@ class Settings:
         2 * GIB, "how many bytes of outputs may wait beside a full arena, as clones in torch's own memory", least=0
     )
     min_bytes: int = _bytes(0, "an output whose tensors have fewer bytes than this takes vllm-omni's own path", least=0)
-    wait_s: float = _setting(
-        2.0,
-        "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
-        least=0.0,
-        most=600.0,
-    )
     start_timeout_s: float = _setting(
         30.0, "how long a packer may take to start, or to be reached", least=0.1, most=600.0
     )
@@ -120,13 +83,19 @@ class Settings:
     retry_s: float = _setting(
         10.0, "how long vllm-omni's own path is used before the packer is tried again", least=0.1, most=86400.0
     )
-    # -- where they meet --
+    # -- the packer's, which the executor and its workers read too --
     socket: str = _setting(
         "",
         "where the packer's socket is; in sidecar mode an executor is given one for each GPU, separated by commas",
         kind="text",
     )
     key_file: str = _setting("", "which file holds the secret that packer, engine and workers share", kind="text")
+    wait_s: float = _setting(
+        2.0,
+        "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
+        least=0.0,
+        most=600.0,
+    )
     # -- the packer's --
     device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host", kind="text")
     pool_bytes: int = _bytes(GIB, "how much pinned host memory is ready when the packer is", least=2 * MIB)
@@ -225,6 +194,11 @@ class Settings:
         if len(key) < 16:
             raise SettingError(f"key_file {self.key_file!r} holds {len(key)} bytes; at least 16 are needed")
         return key
+
+
+_NAMES = [spec.name for spec in dataclasses.fields(Settings)]
+PACKER_SETTINGS = tuple(_NAMES[_NAMES.index("socket") :])
+"""What a packer process reads. The executor and its workers read the others, and some of these too."""
 
 
 def described(name: str) -> str:

@@ -1,20 +1,33 @@
 """The packer's door: it lets peers in, as many as may be, and keeps listening at its path.
 
-It knows connections and whether they have proven themselves, but not who they are or what they want.
+It knows connections and whether they have proven themselves, but not who they are or what they want. It touches nothing at the
+path that is not its own or stale.
+
+Note [Whose path it is]
+A path belongs to the packer that listens at it: the kernel knows, and ends that with the process. To see that nobody
+listens, to remove what is left there and to listen there are three steps, which one packer of a directory takes at a time,
+under a lock on the directory itself. It goes with the process too, and leaves no file behind. So nobody takes the path of a
+packer that listens. Somebody may still remove the socket, and another packer start there: then the path has another inode. Ours
+cannot be given to another file while our socket is open. Only with its own inode does a packer remove the path, and without it
+it listens again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import socket
+import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from packer_service.errors import HandshakeError, PackerError, SocketTaken
-from packer_service.listener import Listener, hang_up
+from packer_service.errors import HandshakeError, PackerError, SettingError, SocketTaken
+from packer_service.run_directory import MAX_SOCKET_BYTES
 from packer_service.wire.channel import peer_credentials
 
 logger = logging.getLogger(__name__)
@@ -22,6 +35,9 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at the path
 _PAUSE_S = 30.0  # between two tries to have it back, at most
 _RETRY_S = 0.1
+_LOCK_S = 5.0
+_LOCK_POLL_S = 0.002
+_BACKLOG = 64
 
 # Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
 # could hold them all.
@@ -48,7 +64,7 @@ class Door:
         self._closed = False
         self._complaint = ""  # the last, so that each is said once
         self._pause_s = self._try_at = 0.0  # see _keep_listening
-        self._listener = self._listen()
+        self._listener = Listener(self._path)
 
     def accept(self) -> socket.socket | None:
         """The next peer; None once the door is closed. Meanwhile it keeps listening at its path."""
@@ -129,11 +145,6 @@ class Door:
 
     # -- the path ------------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> Listener:
-        listener = Listener(self._path)
-        listener.socket.settimeout(_LOOK_S)  # of accept
-        return listener
-
     def _keep_listening(self) -> None:
         """Whoever cleans up a run directory may remove the socket; nobody could reach the packer again."""
         if self._listener.has_path:
@@ -143,7 +154,7 @@ class Door:
         if self._closed or time.monotonic() < self._try_at:
             return
         try:
-            listener = self._listen()
+            listener = Listener(self._path)
         except (PackerError, OSError) as error:  # OSError: no descriptor is to be had for it
             taken = isinstance(error, SocketTaken)
             what = "it serves the engines that it has, then it ends" if taken else "somebody removed its socket"
@@ -167,3 +178,155 @@ class Door:
         if text != self._complaint:
             self._complaint = text
             logger.error("%s", text)
+
+
+Inode = tuple[int, int]
+
+
+class Listener:
+    """A socket that listens at ``path``, which is its own until ``close``. See Note [Whose path it is].
+
+    Raises SocketTaken where somebody else listens there, SettingError where nobody can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_path(path)
+        self.socket = _new_socket()
+        self.socket.settimeout(_LOOK_S)  # of accept
+        self._path = path
+        self._inode: Inode | None = None
+        try:
+            with _locked(path.parent):
+                stale = _find_stale(path)
+                if stale is not None and stale == _inode(path):
+                    logger.info("a stale socket is replaced: %s", path)
+                    path.unlink(missing_ok=True)
+                mask = os.umask(0o117)  # the group may connect; the directory and allowed_uids say who does
+                try:
+                    self.socket.bind(str(path))
+                finally:
+                    os.umask(mask)
+                self.socket.listen(_BACKLOG)
+                self._inode = _inode(path)
+        except BaseException as error:
+            self.socket.close()
+            if isinstance(error, OSError):
+                raise SettingError(f"socket {str(path)!r} cannot be made: {error.strerror}") from error
+            raise
+
+    @property
+    def has_path(self) -> bool:
+        """Whether who connects to the path comes here."""
+        return self._inode is not None and _inode(self._path) == self._inode
+
+    def close(self) -> None:
+        """Remove the path, where it is this socket's, and wake who accepts."""
+        if self.has_path:
+            with contextlib.suppress(OSError):  # somebody else removed it, or will: nobody listens there from here on
+                self._path.unlink()
+        hang_up(self.socket)
+        self.socket.close()
+
+
+def check_path(path: Path) -> None:
+    """Have a directory for ``path`` that is ours alone (or a group's), and nobody who listens there; else SettingError.
+
+    Nothing that is there is touched.
+    """
+    directory = path.parent
+    if path == Path():
+        raise SettingError("socket is not set: it names the path at which engine and workers reach this packer")
+    if "," in str(path):
+        raise SettingError(f"socket is {str(path)!r}; a packer listens at one path: start one packer for each GPU")
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+        raise SettingError(f"socket is {str(path)!r}; allowed is a path of at most {MAX_SOCKET_BYTES} bytes")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise SettingError(f"the directory of socket {str(path)!r} cannot be made: {error.strerror}") from error
+    if status.st_mode & stat.S_IWOTH or status.st_uid not in (os.geteuid(), 0):
+        raise SettingError(
+            f"the directory {str(directory)!r} of the socket must be ours and not writable by everybody:"
+            " give the socket a directory of its own, such as /run/packer"
+        )
+    _find_stale(path)
+
+
+def _find_stale(path: Path) -> Inode | None:
+    """A socket at ``path`` that nobody listens at; None where nothing is there. SettingError for whatever else is."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SettingError(f"socket is {str(path)!r}, which cannot be looked at: {error.strerror}") from error
+    if not stat.S_ISSOCK(status.st_mode):
+        raise SettingError(f"socket is {str(path)!r}, which is there and is no socket")
+    with _new_socket() as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return status.st_dev, status.st_ino
+        except FileNotFoundError:  # somebody removed it just now
+            return None
+        except BlockingIOError:  # its queue is full, as that of a packer that was stopped may be
+            pass
+        except OSError as error:
+            raise SettingError(f"socket is {str(path)!r}, which somebody else uses: {error}") from error
+    raise SocketTaken(f"another packer listens at {str(path)!r}: give each its own socket")
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Be the only packer that takes a path in ``directory``: whoever may read that can hold its lock, so the wait is short."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(os.close, _lock(directory))
+        except OSError as error:  # the file system has no locks, or a stranger holds this one
+            logger.warning(
+                "the directory %s of the socket cannot be locked (%s): do not start two packers at once there, or give the"
+                " socket a directory of its own, such as /run/packer",
+                directory,
+                error.strerror,
+            )
+        yield
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that holds the lock of what is at ``directory`` now. OSError where there is no lock to be had."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        with contextlib.ExitStack() as stack:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOCK_POLL_S)
+                continue
+            if os.path.samestat(os.fstat(fd), directory.stat()):  # else it was removed and made again meanwhile
+                stack.pop_all()
+                return fd
+
+
+def _inode(path: Path) -> Inode | None:
+    """Which file is at ``path``; None where none can be seen."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
+    with contextlib.suppress(OSError):  # it is closed already
+        sock.shutdown(socket.SHUT_RDWR)

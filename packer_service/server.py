@@ -19,9 +19,8 @@ from packer_service import log
 from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
-from packer_service.door import Door
+from packer_service.door import Door, check_path
 from packer_service.errors import PackerError
-from packer_service.listener import check_path
 from packer_service.peers import Peers
 from packer_service.wire import handshake
 from packer_service.wire.channel import peer_credentials

@@ -6,6 +6,7 @@ There is nothing to unlink. What is in the memory is never looked at here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -154,8 +155,6 @@ class SharedMemory:
         self._closed = True
         if self.fd >= 0:
             os.close(self.fd)
-        try:
+        with contextlib.suppress(BufferError):  # a view of it lives on: the mapping goes with the last one
             self.buffer.close()
-        except BufferError:  # a view of it lives on: the mapping goes with the last one
-            pass
         del self.buffer

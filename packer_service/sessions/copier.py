@@ -15,9 +15,8 @@ from packer_service.devices.calls import DeviceCall
 from packer_service.errors import DeviceBusy, DeviceError, PackerError
 from packer_service.sessions.delivery import Delivery
 from packer_service.sessions.engine import EngineSession
-from packer_service.sessions.imports import Imports
+from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import UNCOPIED, Event, Output, Outputs, State
-from packer_service.sessions.pages import WorkerPages
 from packer_service.wire.protocol import Probe, Skeleton
 
 logger = logging.getLogger(__name__)

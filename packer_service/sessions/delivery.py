@@ -13,24 +13,12 @@ from collections.abc import Callable
 
 from packer_service.errors import PeerClosed
 from packer_service.sessions.engine import EngineSession
-from packer_service.sessions.imports import Imports
+from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNSUBMITTED, Event, Output, Outputs, State
-from packer_service.sessions.pages import WorkerPages
+from packer_service.wire import protocol
 from packer_service.wire.channel import close_fds
 from packer_service.wire.outbox import Outbox
-from packer_service.wire.protocol import (
-    Ack,
-    ChunkUnmapped,
-    Nack,
-    OutputComing,
-    OutputGone,
-    OutputReady,
-    Probe,
-    Probed,
-    Skeleton,
-    Withdraw,
-    WorkerGone,
-)
+from packer_service.wire.protocol import Ack, ChunkUnmapped, Nack, OutputComing, OutputReady, Probe, Skeleton, Withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +90,7 @@ class Delivery:
                 digest = hashlib.sha256(data).digest()
         self._give_back(output)
         self._outputs.end(output)  # the next probe may come with the answer
-        self._outbox.send(Probed(digest, output.failure[:4000]))
+        self._outbox.send(protocol.Probed(digest, output.failure[:4000]))
 
     def _withdraw(self, output: Output, error: str) -> None:
         self._give_back(output)
@@ -160,7 +148,7 @@ class Delivery:
     def _give_back(self, output: Output) -> None:
         """What the output still holds."""
         if output.coming:
-            self._engine.tell(OutputGone(output.coming), done=self._and_then(self._log_untold, output))
+            self._engine.tell(protocol.OutputGone(output.coming), done=self._and_then(self._log_untold, output))
             output.coming = 0
         for region in output.regions:
             self._engine.pool.release(region.number)
@@ -235,4 +223,4 @@ class Delivery:
                 done = self._and_then(self._log_untold, output)
                 self._engine.tell(OutputReady(output.id, error=output.failure), done=done)
         if tell:
-            self._engine.tell(WorkerGone())
+            self._engine.tell(protocol.WorkerGone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -12,16 +13,7 @@ from packer_service.pool.pool import Pool
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, close_fds
 from packer_service.wire.outbox import Done, Outbox, ignore
-from packer_service.wire.protocol import (
-    Describe,
-    Described,
-    MapSegment,
-    OutputComing,
-    OutputReady,
-    Ping,
-    Pong,
-    UnmapSegment,
-)
+from packer_service.wire.protocol import MapSegment, OutputComing, OutputReady, UnmapSegment
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +48,17 @@ class EngineSession:
                 assert received is not None
                 message, fds = received
                 close_fds(fds)
-                if isinstance(message, Ping):
-                    self._outbox.send(Pong())
-                    continue
-                if isinstance(message, Describe):
-                    self._outbox.send(Described(message.output, self._describe(message.output)))
-                    continue
-                if isinstance(message, protocol.SegmentLost):
-                    with self._lock:
-                        self._mapped.discard(message.segment)
-                    self._map_segments()
-                    continue
-                assert isinstance(message, protocol.Release)
-                for lease in message.leases:
-                    try:
-                        self.pool.end_lease(lease)
-                    except ProtocolError as error:
-                        logger.warning("engine %s: %s", self.name, error)
+                match message:
+                    case protocol.Ping():
+                        self._outbox.send(protocol.Pong())
+                    case protocol.Describe():
+                        self._outbox.send(protocol.Described(message.output, self._describe(message.output)))
+                    case protocol.SegmentLost():
+                        with self._lock:
+                            self._mapped.discard(message.segment)
+                        self._map_segments()
+                    case protocol.Release():
+                        self._end_leases(message.leases)
         except PeerClosed:
             logger.info("engine %s is gone", self.name)
         except ProtocolError as error:
@@ -81,6 +67,13 @@ class EngineSession:
         except OSError as error:
             logger.error("engine %s cannot be served and is disconnected: %s", self.name, error)
             refuse(self._channel, f"the packer cannot serve you: {error}")
+
+    def _end_leases(self, leases: tuple[int, ...]) -> None:
+        for lease in leases:
+            try:
+                self.pool.end_lease(lease)
+            except ProtocolError as error:
+                logger.warning("engine %s: %s", self.name, error)
 
     def _map_segments(self) -> None:
         """Have the engine map every segment that it has not yet, before an output needs it."""
@@ -125,7 +118,5 @@ class EngineSession:
 
 
 def refuse(channel: Channel, reason: str) -> None:
-    try:
+    with contextlib.suppress(PeerClosed, OSError):  # it hears of its end all the same
         channel.try_send(protocol.Refused(reason[:4000]))
-    except (PeerClosed, OSError):  # it hears of its end all the same
-        pass

@@ -26,9 +26,8 @@ from packer_service.memory.memfd import check_memfd
 from packer_service.sessions.copier import Copier
 from packer_service.sessions.delivery import INCOMPLETE, Delivery
 from packer_service.sessions.engine import EngineSession, refuse
-from packer_service.sessions.imports import Imports
+from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
-from packer_service.sessions.pages import WorkerPages
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, close_fds
 from packer_service.wire.outbox import Outbox

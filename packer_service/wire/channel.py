@@ -13,6 +13,7 @@ cannot be had now: it tries again later, or takes it without (``skip``).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -158,17 +159,13 @@ class Channel:
 
     def finish(self) -> None:
         """Say that nothing more will be sent; the peer's last messages can still be received."""
-        try:
+        with contextlib.suppress(OSError):  # it is not connected any more
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:  # it is not connected any more
-            pass
 
     def shutdown(self) -> None:
         """End the stream both ways: every thread blocked on it wakes up. The descriptor stays until ``close``."""
-        try:
+        with contextlib.suppress(OSError):  # it is not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is not connected any more
-            pass
 
     def close(self) -> None:
         self.shutdown()

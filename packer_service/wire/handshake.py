@@ -15,14 +15,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from packer_service.errors import (
-    HandshakeError,
-    NotNow,
-    PackerAbsent,
-    PackerUnavailable,
-    PeerClosed,
-    ProtocolError,
-)
+from packer_service.errors import HandshakeError, NotNow, PackerAbsent, PackerUnavailable, PeerClosed, ProtocolError
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, bound_sends, close_fds, peer_credentials
 from packer_service.wire.protocol import Challenge, Hello, Message, Refused, Welcome
@@ -37,11 +30,6 @@ def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Messag
     if not isinstance(message, kinds):
         raise HandshakeError(f"a {type(message).__name__} came during the handshake")
     return message
-
-
-def _refuse(channel: Channel, error: HandshakeError) -> HandshakeError:
-    channel.send(Refused(str(error), isinstance(error, NotNow)))
-    return error
 
 
 def accept(
@@ -65,25 +53,21 @@ def accept(
         challenge = Challenge(protocol.VERSION, os.urandom(32))
         channel.send(challenge)
         hello = cast(Hello, _expect(channel, timeout_s, Hello))
-        if hello.version != protocol.VERSION:
-            raise _refuse(
-                channel,
-                HandshakeError(
+        try:
+            if hello.version != protocol.VERSION:
+                raise HandshakeError(
                     f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}:"
                     " run the same release on both sides"
-                ),
-            )
-        if not hmac.compare_digest(
-            hello.proof, protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
-        ):
-            raise _refuse(
-                channel,
-                HandshakeError("the key is not this packer's: give both sides the same file in the setting key_file"),
-            )
-        try:
+                )
+            expected = protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
+            if not hmac.compare_digest(hello.proof, expected):
+                raise HandshakeError(
+                    "the key is not this packer's: give both sides the same file in the setting key_file"
+                )
             welcome = admit(hello, protocol.server_proof(key, challenge, hello.nonce))
         except HandshakeError as error:
-            raise _refuse(channel, error) from None
+            channel.send(Refused(str(error), isinstance(error, NotNow)))
+            raise
         channel.send(welcome)
         bound_sends(sock, 0)
     except BaseException:

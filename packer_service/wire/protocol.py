@@ -279,13 +279,6 @@ class Release(Message, frozen=True):
     leases: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)]
 
 
-HandshakeFromServer = Challenge | Welcome | Refused
-HandshakeFromClient = Hello
-FromWorker = MapTimeline | MapAcks | MapChunk | UnmapChunk | Export | Skeleton | Withdraw | Probe | Ping
-ToWorker = Ack | Nack | Probed | ChunkUnmapped | Refused | Pong
-FromEngine = Release | Describe | SegmentLost | Ping
-ToEngine = MapSegment | UnmapSegment | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong
-
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -314,12 +307,14 @@ class Decoder:
             raise ProtocolError(f"{len(data)} bytes from a peer are no message allowed here: {why}") from error
 
 
-from_worker = Decoder(FromWorker)
-to_worker = Decoder(ToWorker)
-from_engine = Decoder(FromEngine)
-to_engine = Decoder(ToEngine)
-from_client = Decoder(HandshakeFromClient)
-from_server = Decoder(HandshakeFromServer)
+from_client = Decoder(Hello)
+from_server = Decoder(Challenge | Welcome | Refused)
+from_worker = Decoder(MapTimeline | MapAcks | MapChunk | UnmapChunk | Export | Skeleton | Withdraw | Probe | Ping)
+to_worker = Decoder(Ack | Nack | Probed | ChunkUnmapped | Refused | Pong)
+from_engine = Decoder(Release | Describe | SegmentLost | Ping)
+to_engine = Decoder(
+    MapSegment | UnmapSegment | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong
+)
 
 
 def client_proof(key: bytes, challenge: Challenge, role: str, session: str, nonce: bytes) -> bytes:

@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 from packer_process import DEADLINE_S, Packer, full_table, running_packer, session, transfer, wait_until
 
-from packer_service import door, listener
+from packer_service import door
 from packer_service.config import Settings
-from packer_service.door import Door
+from packer_service.door import Door, Listener
 from packer_service.errors import PackerError, SettingError, SocketTaken
-from packer_service.listener import Listener
 from packer_service.server import Server
 
 AT_ONCE = 4
@@ -101,8 +100,8 @@ def test_packers_that_start_at_once_in_one_directory_each_have_their_own_path(pa
 
 def test_a_process_that_died_holds_up_nobody(path):
     code = (
-        "import os, sys; from packer_service import listener; from pathlib import Path;"
-        "listener._lock(Path(sys.argv[1])); print(flush=True); input()"
+        "import os, sys; from packer_service import door; from pathlib import Path;"
+        "door._lock(Path(sys.argv[1])); print(flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(path.parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -114,7 +113,7 @@ def test_a_process_that_died_holds_up_nobody(path):
 
 
 def test_a_stranger_who_holds_the_directorys_lock_stops_no_start(path, monkeypatch, caplog):
-    monkeypatch.setattr(listener, "_LOCK_S", 0.0)
+    monkeypatch.setattr(door, "_LOCK_S", 0.0)
     stranger = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(stranger, fcntl.LOCK_SH)
