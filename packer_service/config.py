@@ -27,7 +27,7 @@ for _power, _prefix in enumerate("kmgt", 1):
 
 
 def _setting(default: Any, text: str, **bounds: Any) -> Any:
-    """One setting. ``bounds``: ``choices``, or ``least`` and ``most``; ``kind`` where the default does not tell."""
+    """One setting. ``bounds``: ``choices``, or ``least`` and ``most``; ``kind`` is "bytes" for a size."""
     return field(default=default, metadata={"text": text, **bounds})
 
 
@@ -85,11 +85,9 @@ class Settings:
     )
     # -- the packer's, which the executor and its workers read too --
     socket: str = _setting(
-        "",
-        "where the packer's socket is; in sidecar mode an executor is given one for each GPU, separated by commas",
-        kind="text",
+        "", "where the packer's socket is; in sidecar mode an executor is given one for each GPU, separated by commas"
     )
-    key_file: str = _setting("", "which file holds the secret that packer, engine and workers share", kind="text")
+    key_file: str = _setting("", "which file holds the secret that packer, engine and workers share")
     wait_s: float = _setting(
         2.0,
         "how long an output waits at a limit (arena, pool) before it takes vllm-omni's own path",
@@ -97,7 +95,7 @@ class Settings:
         most=600.0,
     )
     # -- the packer's --
-    device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host", kind="text")
+    device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host")
     pool_bytes: int = _bytes(GIB, "how much pinned host memory is ready when the packer is", least=2 * MIB)
     pool_max_bytes: int = _bytes(
         0,
@@ -121,7 +119,7 @@ class Settings:
         most=3600.0,
     )
     max_sessions: int = _setting(64, "how many engines and workers may be connected at a time", least=2, most=4096)
-    allowed_uids: str = _setting("", "which uids may connect beside the packer's own, separated by commas", kind="text")
+    allowed_uids: str = _setting("", "which uids may connect beside the packer's own, separated by commas")
     log_level: str = _setting(
         "info", "the packer logs what is at least as important as this", choices=("debug", "info", "warning", "error")
     )
