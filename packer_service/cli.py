@@ -44,10 +44,7 @@ def _with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Call
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[
-                    str | None,
-                    typer.Option(f"--{name.replace('_', '-')}", help=described(name)),
-                ],
+                annotation=Annotated[str | None, typer.Option(f"--{name.replace('_', '-')}", help=described(name))],
             )
             for name in names
         ]

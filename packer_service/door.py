@@ -28,7 +28,7 @@ from pathlib import Path
 
 from packer_service.errors import HandshakeError, PackerError, SettingError, SocketTaken
 from packer_service.run_directory import MAX_SOCKET_BYTES
-from packer_service.wire.channel import peer_credentials
+from packer_service.wire.channel import hang_up, peer_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -285,11 +285,11 @@ def _locked(directory: Path) -> Iterator[None]:
         try:
             stack.callback(os.close, _lock(directory))
         except OSError as error:  # the file system has no locks, or a stranger holds this one
+            advice = (
+                "do not start two packers at once there, or give the socket a directory of its own, such as /run/packer"
+            )
             logger.warning(
-                "the directory %s of the socket cannot be locked (%s): do not start two packers at once there, or give the"
-                " socket a directory of its own, such as /run/packer",
-                directory,
-                error.strerror,
+                "the directory %s of the socket cannot be locked (%s): %s", directory, error.strerror, advice
             )
         yield
 
@@ -324,9 +324,3 @@ def _inode(path: Path) -> Inode | None:
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-
-
-def hang_up(sock: socket.socket) -> None:
-    """End the stream: every thread blocked on it wakes up. The descriptor stays its thread's to close."""
-    with contextlib.suppress(OSError):  # it is closed already
-        sock.shutdown(socket.SHUT_RDWR)

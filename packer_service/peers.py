@@ -41,7 +41,6 @@ class Peers:
         device: Device,
         settings: Settings,
         changed: threading.Condition,
-        *,
         stopping: threading.Event,
         on_engine_gone: Callable[[], None],
         on_device_failure: Callable[[str], None],
@@ -49,10 +48,8 @@ class Peers:
         self.refusing = False  # whoever is still in its handshake is not entered any more
         self.unfinished = False  # a worker session ended with copies under way
         self.idle_since = time.monotonic()  # if there is no engine
-        self._device = device
-        self._settings = settings
-        self._changed = changed
-        self._stopping = stopping
+        self._device, self._settings = device, settings
+        self._changed, self._stopping = changed, stopping
         self._on_engine_gone = on_engine_gone
         self._on_device_failure = on_device_failure
         self._engines: dict[str, EngineSession] = {}
@@ -102,15 +99,9 @@ class Peers:
             spare.close()
 
     def _new_pool(self) -> Pool:
-        return Pool(
-            self._device,
-            self._budget,
-            keep_bytes=self._settings.pool_bytes,
-            step_bytes=self._settings.pool_step_bytes,
-            idle_s=self._settings.pool_idle_s,
-        )
-
-    # -- an engine -----------------------------------------------------------------------------------------------------
+        keep_bytes, step_bytes = self._settings.pool_bytes, self._settings.pool_step_bytes
+        idle_s = self._settings.pool_idle_s
+        return Pool(self._device, self._budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
 
     def _serve_engine(self, channel: Channel, hello: Hello) -> None:
         engine = self._enter_engine(channel, hello)
@@ -164,22 +155,14 @@ class Peers:
         states = [state for worker in workers if (state := worker.describe(output))]
         return states[0] if states else f"not here: never exported, or published; {len(workers)} workers are connected"
 
-    # -- a worker ------------------------------------------------------------------------------------------------------
-
     def _serve_worker(self, channel: Channel, hello: Hello) -> None:
         with self._changed:
             engine = self._engines.get(hello.session)
             if engine is None or self.refusing:
                 return
-            worker = WorkerSession(
-                f"{hello.session}/{secrets.token_hex(2)}",
-                channel,
-                engine,
-                self._device,
-                self._settings,
-                self._stopping,
-                self._on_device_failure,
-            )
+            name = f"{hello.session}/{secrets.token_hex(2)}"
+            packers = self._device, self._settings, self._stopping, self._on_device_failure
+            worker = WorkerSession(name, channel, engine, *packers)
             self._workers.add(worker)
         logger.info("worker %s connected", worker.name)
         finished = True

@@ -52,14 +52,7 @@ class Server:
         self._changed = threading.Condition()
         self._stop_reason = ""
         self._stopping = threading.Event()
-        self._peers = Peers(
-            self.device,
-            settings,
-            self._changed,
-            stopping=self._stopping,
-            on_engine_gone=self._engine_gone,
-            on_device_failure=self._die,
-        )
+        self._peers = Peers(self.device, settings, self._changed, self._stopping, self._engine_gone, self._die)
         self._door = Door(path, settings.max_sessions, self._notify)
         self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -69,14 +62,9 @@ class Server:
         gc.freeze()  # so that collecting what a session leaves takes no time
         self._accepter.start()
         self._watchdog.start()
-        logger.info(
-            "packer ready on %s (%s), pool %d MiB, at most %d MiB, socket %s",
-            self.device.name,
-            self.device.uuid,
-            self.settings.pool_bytes >> 20,
-            self.settings.pool_max_bytes >> 20,
-            self.settings.socket,
-        )
+        text = "packer ready on %s (%s), pool %d MiB, at most %d MiB, socket %s"
+        pool_mib = self.settings.pool_bytes >> 20, self.settings.pool_max_bytes >> 20
+        logger.info(text, self.device.name, self.device.uuid, *pool_mib, self.settings.socket)
 
     def _notify(self) -> None:
         with self._changed:
@@ -119,17 +107,15 @@ class Server:
         which gives everything back too.
         """
         self._stopping.set()
-        self.device.hurry()
+        self.device.closer.hurry()
         self.stop("closed")
         all_left = self._door.close(_END_S)
-        if not all_left or self._peers.unfinished or not self.device.drain():
+        if not all_left or self._peers.unfinished or not self.device.closer.drain():
             logger.info("worker outputs are still on their way; their workers export them again")
             return False
         self._peers.close()
         self.device.close()
         return True
-
-    # -- the watchdog --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """A call to the device that never returns cannot be given up in this process: it ends, to be started again.
@@ -158,8 +144,6 @@ class Server:
                 time.sleep(log.FLUSH_S)  # another thread says why
         finally:
             os._exit(_EXIT_HUNG)
-
-    # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
         try:

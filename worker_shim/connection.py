@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 
 from packer_service.errors import DescriptorLost, PackerError, PeerClosed, PeerHung
-from packer_service.wire.channel import Channel, close_fds
-from packer_service.wire.outbox import Outbox
+from packer_service.wire.channel import Channel, Outbox, close_fds
 from packer_service.wire.protocol import Message, Ping, Pong, Refused
 from worker_shim.log import get_logger
 

@@ -1,7 +1,6 @@
 """What a packer needs of a device. Sessions know this protocol and nothing below it.
 
-Memory is named by plain addresses; who owns it is said where it is made. Every method may raise DeviceError. There is nothing
-here but names: a device is made in packer_service.devices.
+Memory is named by plain addresses; who owns it is said where it is made. Every method may raise DeviceError.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from packer_service.devices.closer import Closer, nothing
 from packer_service.memory.timeline import TimelinePage
-
-
-def nothing() -> None:
-    """The ``then`` of a close that nothing follows."""
 
 
 class ImportedChunk(Protocol):
@@ -22,7 +18,7 @@ class ImportedChunk(Protocol):
     nbytes: int
 
     def close(self, then: Callable[[], None] = nothing) -> None:
-        """Close it soon: see ``Device.drain``. ``then`` is called after that, on another thread, and may not wait."""
+        """Close it soon: see ``Closer.drain``. ``then`` is called after that, on another thread, and may not wait."""
 
 
 class Timeline(Protocol):
@@ -31,7 +27,7 @@ class Timeline(Protocol):
     page: TimelinePage
 
     def close(self) -> None:
-        """Close it soon: see ``Device.drain``."""
+        """Close it soon: see ``Closer.drain``."""
 
 
 class Marker(Protocol):
@@ -60,7 +56,7 @@ class Stream(Protocol):
     def record(self) -> Marker: ...
 
     def close(self) -> None:
-        """Close it soon: see ``Device.drain``. It must have passed all that was submitted.
+        """Close it soon: see ``Closer.drain``. It must have passed all that was submitted.
 
         None of its waits counts from here on, whatever a worker writes to its timeline.
         """
@@ -72,6 +68,7 @@ class Device(Protocol):
     kind: str
     uuid: str
     name: str
+    closer: Closer  # of everything that is closed soon
 
     def bind_thread(self) -> None:
         """Call once on every thread that uses the device."""
@@ -92,14 +89,5 @@ class Device(Protocol):
 
     def failure(self) -> str:
         """Why no call to this device will work any more; empty while it does."""
-
-    def drain(self) -> bool:
-        """Wait until everything closed so far is: as long as a stream waits for a worker's forward, it is not.
-
-        False where it gave up, after ``hurry``. See Note [What a close waits for] in packer_service.devices.closer.
-        """
-
-    def hurry(self) -> None:
-        """The process is about to end: from here on ``drain`` waits no longer than a moment."""
 
     def close(self) -> None: ...

@@ -12,16 +12,12 @@ from collections.abc import Callable
 _under_way: set[DeviceCall] = set()  # of this process
 
 
-def _always() -> bool:
-    return True
-
-
 class DeviceCall:
     """One call of one thread. ``due`` tells, on the watchdog's thread and without waiting, whether it should return by now."""
 
     __slots__ = ("_names", "_what", "due")
 
-    def __init__(self, what: str, *names: object, due: Callable[[], bool] = _always) -> None:
+    def __init__(self, what: str, *names: object, due: Callable[[], bool] = lambda: True) -> None:
         self._what = what
         self._names = names
         self.due = due

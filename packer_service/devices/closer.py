@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from packer_service.devices.base import nothing
 from packer_service.devices.calls import DeviceCall
 from packer_service.errors import DeviceBusy
 
@@ -27,6 +26,10 @@ _HURRY_S = 0.3
 
 Met = Callable[[], bool]
 """Whether a wait is over. It is called on the thread that submits the wait and on the one that closes."""
+
+
+def nothing() -> None:
+    """The ``then`` of a close that nothing follows."""
 
 
 class Closer:

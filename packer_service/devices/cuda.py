@@ -13,19 +13,21 @@ submitted when the forward is over, which somebody has to poll for (DeviceBusy).
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from packer_service.devices import affinity
-from packer_service.devices.base import nothing
-from packer_service.devices.closer import Closer
+from packer_service.devices.closer import Closer, nothing
 from packer_service.devices.cuda_memory import CudaTimeline, ImportedCudaChunk, Registrations
 from packer_service.devices.cuda_stream import CudaStream
 from packer_service.devices.driver import call, context_failure, device_uuid, driver
 from packer_service.errors import DeviceError
 from packer_service.memory.timeline import TimelinePage
+
+logger = logging.getLogger(__name__)
 
 _WAITING_STREAMS = 3
 
@@ -51,7 +53,7 @@ class CudaDevice:
         if index >= count:
             raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
         self._device = call(driver.cuDeviceGet, index)
-        affinity.pin_near(call(driver.cuDeviceGetPCIBusId, 32, self._device).split(b"\0")[0].decode())
+        pin_near(call(driver.cuDeviceGetPCIBusId, 32, self._device).split(b"\0")[0].decode())
         flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC
         call(driver.cuDevicePrimaryCtxSetFlags, self._device, flags)
         self._context = call(driver.cuDevicePrimaryCtxRetain, self._device)
@@ -59,8 +61,8 @@ class CudaDevice:
         self.uuid = device_uuid(self._device)
         self.name = call(driver.cuDeviceGetName, 96, self._device).split(b"\0")[0].decode()
         self._lock = threading.Lock()  # guards _waiting_streams
-        self._closer = Closer(self.bind_thread)
-        self._registrations = Registrations(self._closer)
+        self.closer = Closer(self.bind_thread)
+        self._registrations = Registrations(self.closer)
         self._shared_stream, *self._waiting_streams = (
             call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             for _ in range(_WAITING_STREAMS + 1)
@@ -76,18 +78,18 @@ class CudaDevice:
         self._registrations.unregister(address, nbytes, then)
 
     def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> ImportedCudaChunk:
-        return ImportedCudaChunk(handle, nbytes, self._closer)
+        return ImportedCudaChunk(handle, nbytes, self.closer)
 
     def open_timeline(self, page: TimelinePage) -> CudaTimeline:
-        return CudaTimeline(page, self._closer)
+        return CudaTimeline(page, self.closer)
 
     def open_stream(self) -> CudaStream:
         with self._lock:
             if self._waiting_streams:
                 stream = self._waiting_streams.pop()
                 give_back = functools.partial(self._take_back, stream)
-                return CudaStream(self._registrations, self._closer, stream, may_wait=True, give_back=give_back)
-        return CudaStream(self._registrations, self._closer, self._shared_stream, may_wait=False)
+                return CudaStream(self._registrations, self.closer, stream, may_wait=True, give_back=give_back)
+        return CudaStream(self._registrations, self.closer, self._shared_stream, may_wait=False)
 
     def _take_back(self, stream: Any) -> None:
         """The session that had ``stream`` to itself is closed: the next one may have it."""
@@ -97,12 +99,37 @@ class CudaDevice:
     def failure(self) -> str:
         return context_failure()
 
-    def drain(self) -> bool:
-        return self._closer.drain()
-
-    def hurry(self) -> None:
-        self._closer.hurry()
-
     def close(self) -> None:
-        self._closer.stop()
+        self.closer.stop()
         call(driver.cuDevicePrimaryCtxRelease, self._device)
+
+
+def pin_near(pci_bus_id: str, sys: Path = Path("/sys")) -> set[int]:
+    """Bind this process to the cores of the NUMA node that its GPU hangs on; those cores. Empty, and nothing done, where there
+    is one node. It never fails a start.
+
+    Call it before memory is touched and before the threads that do so are started: both go by it.
+    """
+    try:
+        nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
+        node = int((sys / "bus/pci/devices" / pci_bus_id.lower() / "numa_node").read_text())
+        cores = parse_cores((sys / f"devices/system/node/node{node}/cpulist").read_text())
+        cores &= os.sched_getaffinity(0)
+        if len(nodes) < 2 or not cores:
+            return set()
+        os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
+        # A container may lack the files, a seccomp profile refuse: copies are only slower.
+        logger.info("not bound to the NUMA node of GPU %s: %s", pci_bus_id, error)
+        return set()
+    logger.info("bound to NUMA node %d (%d cores), where GPU %s is", node, len(cores), pci_bus_id)
+    return cores
+
+
+def parse_cores(text: str) -> set[int]:
+    """The kernel's list format: ``0-3,8,10-11``."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

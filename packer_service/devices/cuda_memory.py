@@ -10,9 +10,8 @@ import bisect
 import threading
 from collections.abc import Callable
 
-from packer_service.devices.base import nothing
 from packer_service.devices.calls import DeviceCall
-from packer_service.devices.closer import Closer
+from packer_service.devices.closer import Closer, nothing
 from packer_service.devices.driver import call, driver, handle_from
 from packer_service.errors import DeviceError
 from packer_service.memory.timeline import TimelinePage

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from packer_service.devices.base import ImportedChunk, Timeline, nothing
-from packer_service.devices.closer import Closer
+from packer_service.devices.base import ImportedChunk, Timeline
+from packer_service.devices.closer import Closer, nothing
 from packer_service.devices.cuda_memory import CudaTimeline, ImportedCudaChunk, Registrations
 from packer_service.devices.driver import call, driver, handle_from
 from packer_service.errors import DeviceBusy

@@ -10,9 +10,9 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from packer_service.devices.base import ImportedChunk, Timeline, nothing
+from packer_service.devices.base import ImportedChunk, Timeline
 from packer_service.devices.calls import DeviceCall
-from packer_service.devices.closer import Closer
+from packer_service.devices.closer import Closer, nothing
 from packer_service.errors import DeviceError, ProtocolError
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TimelinePage
@@ -103,7 +103,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         # To close holds up nobody here. It comes later all the same, so that the packer is what it is on a GPU.
-        self._closer = Closer(self.bind_thread)
+        self.closer = Closer(self.bind_thread)
 
     def bind_thread(self) -> None:
         pass
@@ -116,27 +116,21 @@ class HostDevice:
         """Where the driver would be asked to."""
 
     def unregister(self, address: int, nbytes: int, then: Callable[[], None] = nothing) -> None:
-        self._closer.close_later(nothing, then)
+        self.closer.close_later(nothing, then)
 
     def open_chunk(self, handle: bytes, fds: list[int], nbytes: int) -> ImportedHostChunk:
         if not fds:
             raise ProtocolError("a host chunk came without its memfd")
-        return ImportedHostChunk(SharedMemory.attach(fds.pop(), nbytes), self._closer)
+        return ImportedHostChunk(SharedMemory.attach(fds.pop(), nbytes), self.closer)
 
     def open_timeline(self, page: TimelinePage) -> HostTimeline:
-        return HostTimeline(page, self._closer)
+        return HostTimeline(page, self.closer)
 
     def open_stream(self) -> HostStream:
-        return HostStream(self._closer)
+        return HostStream(self.closer)
 
     def failure(self) -> str:
         return ""
 
-    def drain(self) -> bool:
-        return self._closer.drain()
-
-    def hurry(self) -> None:
-        self._closer.hurry()
-
     def close(self) -> None:
-        self._closer.stop()
+        self.closer.stop()

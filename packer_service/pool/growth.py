@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from packer_service.devices.base import Device, nothing
+from packer_service.devices.base import Device
+from packer_service.devices.closer import nothing
 from packer_service.errors import DeviceError, PoolExhausted
 from packer_service.memory.extents import ALIGNMENT, Extents, align
 from packer_service.memory.memfd import SharedMemory
@@ -25,7 +26,7 @@ _POPULATE_THREADS = 8
 
 
 class Segment:
-    """One memfd: populated, then registered. It owns both; ``close`` undoes both, soon (see ``Device.drain``)."""
+    """One memfd: populated, then registered. It owns both; ``close`` undoes both, soon (see ``Closer.drain``)."""
 
     def __init__(self, device: Device, number: int, nbytes: int) -> None:
         self.number = number
@@ -107,14 +108,11 @@ class Segments:
         fits = self._total_bytes + align(nbytes) <= self._budget.max_bytes
         return time.monotonic() >= self._blocked_until and fits
 
-    def _why_no_room(self) -> str:
-        return self._error or f"at its limit {self._budget.describe()}"
-
     @property
     def _total_bytes(self) -> int:
         return sum(segment.memory.nbytes for segment in self._segments)
 
-    # -- growth --------------------------------------------------------------------------------------------------------
+    # -- growth ------------------------------------------------------------------------------------------------------
 
     def grow(self, nbytes: int) -> None:
         """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
@@ -182,8 +180,11 @@ class Segments:
                 wanted, self._wanted, self._growing = self._wanted, 0, bool(self._wanted)
             if wanted:
                 self._grow_by_demand(wanted)
-            else:
-                self._discard(surplus)
+                continue
+            for segment in surplus:
+                self.on_trim(segment.number)
+                self._close(segment)
+                logger.info("pool gives %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)
 
     def _grow_by_demand(self, wanted: int) -> None:
         error = ""
@@ -219,9 +220,3 @@ class Segments:
                 self._segments.remove(segment)
                 surplus.append(segment)
         return surplus
-
-    def _discard(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            self.on_trim(segment.number)
-            self._close(segment)
-            logger.info("pool gives %d MiB back, idle for %g s", segment.memory.nbytes >> 20, self._idle_s)

@@ -60,8 +60,6 @@ class Pool(Segments):
         self._closed = False
         budget.add(self.describe)
 
-    # -- regions -------------------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int, timeout_s: float = 0.0) -> Region:
         """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise.
 
@@ -84,8 +82,9 @@ class Pool(Segments):
                 hopeful = could_grow or others or (self._regions and not self._in_vain)
                 if remaining <= 0 or not hopeful:
                     self._in_vain = self._in_vain or waited
+                    why = self._error or f"at its limit {self._budget.describe()}"
                     raise PoolExhausted(
-                        f"no room for {nbytes} bytes: {self._holds()} and the pool is {self._why_no_room()}."
+                        f"no room for {nbytes} bytes: {self._holds()} and the pool is {why}."
                         " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
                     )
                 waited = True
@@ -137,8 +136,6 @@ class Pool(Segments):
             self._leased.remove(number)
             self._release(number)
 
-    # -- who holds what ------------------------------------------------------------------------------------------------
-
     def _holds(self) -> str:
         used = sum(region.nbytes for region in self._regions.values())
         who = f"engine {self.owner}" if self.owner else "a pool without an engine"
@@ -167,8 +164,6 @@ class Pool(Segments):
             count = self._declined
         holders = self._budget.describe_pools()
         logger.warning("the pool is exhausted, %d outputs were handed back so far: %s", count, holders)
-
-    # -- the whole -----------------------------------------------------------------------------------------------------
 
     @property
     def segments(self) -> list[Segment]:
@@ -199,4 +194,4 @@ class Pool(Segments):
             self._regions.clear()
             self._leased.clear()
         self._budget.remove(self.describe)
-        self._device.drain()
+        self._device.closer.drain()

@@ -46,8 +46,7 @@ class Copier:
     ) -> None:
         self._name, self._engine, self._device = name, engine, device
         self._outputs, self._imports, self._pages, self._delivery = outputs, imports, pages, delivery
-        self._wait_s = wait_s
-        self._on_device_failure = on_device_failure
+        self._wait_s, self._on_device_failure = wait_s, on_device_failure
         self._stream: Stream  # opened in ``start``
         self._queue: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"finisher-{name}", daemon=True)
@@ -87,8 +86,6 @@ class Copier:
         if failure:
             self._on_device_failure(f"the device cannot be used any more: {failure}")
 
-    # -- submission ----------------------------------------------------------------------------------------------------
-
     def _try_submit(self, output: Output, timeout_s: float, *, last: bool = False) -> None:
         """Give the output regions and submit its copies; where it cannot now, ``marker`` stays None.
 
@@ -103,9 +100,8 @@ class Copier:
                 output.fail(str(error))
                 self._engine.pool.complain()
             return
-        due = functools.partial(
-            self._pages.is_due, output.export.ready
-        )  # before, the stream may hold as much as it can
+        # Before it is due, the stream may hold as much as it can.
+        due = functools.partial(self._pages.is_due, output.export.ready)
         with DeviceCall("the submission of output %s of worker %s", output.id, self._name, due=due):
             try:
                 output.marker = self._submit(output)
@@ -127,8 +123,6 @@ class Copier:
             chunk = self._imports.chunk(piece.chunk)
             self._stream.copy_to_host(region.address, chunk, piece.offset, piece.nbytes)
         return self._stream.record()
-
-    # -- the finisher --------------------------------------------------------------------------------------------------
 
     def _finish_all(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """What an output comes to: published, failed, declined or dropped. The engine is told and the worker answered, in this order.
 
-Nothing here waits until a peer reads (packer_service.wire.outbox). What follows a send, or the close of an output's own
+Nothing here waits until a peer reads (packer_service.wire.channel). What follows a send, or the close of an output's own
 imports, runs on the thread that did it. An output whose own imports have to be closed is published before that and
 acknowledged after it: with the answer, their memory is the worker's to free.
 """
@@ -16,8 +16,7 @@ from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNSUBMITTED, Event, Output, Outputs, State
 from packer_service.wire import protocol
-from packer_service.wire.channel import close_fds
-from packer_service.wire.outbox import Outbox
+from packer_service.wire.channel import Outbox, close_fds
 from packer_service.wire.protocol import Ack, ChunkUnmapped, Nack, OutputComing, OutputReady, Probe, Skeleton, Withdraw
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,6 @@ class Delivery:
         self._outputs, self._imports, self._pages = outputs, imports, pages
         self.disconnect = disconnect
 
-    # -- while it is copied --------------------------------------------------------------------------------------------
-
     def tell_coming(self, output: Output, skeleton: Skeleton) -> None:
         """Have the engine put a plain output together while it is copied. Where it cannot be told, it hears of it later.
 
@@ -60,8 +57,6 @@ class Delivery:
     def _told_coming(self, output: Output, error: Exception | None) -> None:
         if error is not None:
             output.coming = 0  # the error is met again when the output is published
-
-    # -- once its copies are over and both its messages are here -------------------------------------------------------
 
     def settle(self, output: Output) -> None:
         """Of an output that is SETTLING, on the thread that brought it there."""
@@ -157,8 +152,6 @@ class Delivery:
             close_fds([output.host_fd])
             output.host_fd = None
 
-    # -- the answer ----------------------------------------------------------------------------------------------------
-
     def _answer(self, output: Output, answer: Ack | Nack) -> None:
         """Close the imports that are this output's alone, then send it."""
         self._imports.close(output.export.close, self._and_then(self._send, answer, output))
@@ -199,8 +192,6 @@ class Delivery:
             logger.info("engine %s is gone before it could be told that output %s failed", self._engine.name, output.id)
         elif error is not None:
             logger.error("engine %s cannot be told that output %s failed: %s", self._engine.name, output.id, error)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def under_way(self) -> bool:
         """Whether the engine is still to read what an output came to."""

@@ -11,18 +11,14 @@ from collections.abc import Callable
 from packer_service.errors import DescriptorLost, PackerError, PeerClosed, ProtocolError
 from packer_service.pool.pool import Pool
 from packer_service.wire import protocol
-from packer_service.wire.channel import Channel, close_fds
-from packer_service.wire.outbox import Done, Outbox, ignore
+from packer_service.wire.channel import Channel, Done, Outbox, close_fds, ignore
 from packer_service.wire.protocol import MapSegment, OutputComing, OutputReady, UnmapSegment
 
 logger = logging.getLogger(__name__)
 
 
 class EngineSession:
-    """One engine: its pool, the segments it maps, the outputs it is sent.
-
-    The reader (the thread in ``serve``) takes leases back; any thread sends, and none ever waits for the engine.
-    """
+    """One engine. The reader (the thread in ``serve``) takes leases back; any thread sends, and none ever waits for it."""
 
     def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
         self.name = name

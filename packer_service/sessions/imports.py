@@ -97,7 +97,7 @@ class Imports:
         """Outputs whose ``close`` is not in ``_closing`` yet: see ``let_go``."""
         return self._outputs.within((*UNSETTLED, State.SETTLING))
 
-    # -- closing -------------------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------------------------
 
     def let_go(self, output: Output) -> None:
         """``output``, which is settling, needs the chunks no more that are its alone."""

@@ -29,8 +29,7 @@ from packer_service.sessions.engine import EngineSession, refuse
 from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
 from packer_service.wire import protocol
-from packer_service.wire.channel import Channel, close_fds
-from packer_service.wire.outbox import Outbox
+from packer_service.wire.channel import Channel, Outbox, close_fds
 from packer_service.wire.protocol import Export, MapChunk, Ping, Pong, Probe, Skeleton, Withdraw
 
 logger = logging.getLogger(__name__)
@@ -278,7 +277,7 @@ class WorkerSession:
         self._copier.close()
         self._imports.close_all()
         self._pages.close()
-        self._device.drain()
+        self._device.closer.drain()
         self._outbox.close()  # only now may the worker free its memory
         return True
 

@@ -33,11 +33,7 @@ def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Messag
 
 
 def accept(
-    sock: socket.socket,
-    key: bytes,
-    uids: frozenset[int],
-    admit: Callable[[Hello, bytes], Welcome],
-    timeout_s: float,
+    sock: socket.socket, key: bytes, uids: frozenset[int], admit: Callable[[Hello, bytes], Welcome], timeout_s: float
 ) -> tuple[Channel, Hello]:
     """The packer's side of the handshake, on a thread of its own. Closes ``sock`` when it raises.
 

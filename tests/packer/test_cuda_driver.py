@@ -200,7 +200,7 @@ def test_three_sessions_have_a_stream_each_that_the_next_one_gets_and_all_others
     assert shared == also_shared == made._shared_stream
     for stream in (streams[0], streams[4]):
         stream.close()
-    assert made.drain()
+    assert made.closer.drain()
     assert [made.open_stream()._stream for _ in range(2)] == [first, shared]
 
 
@@ -220,7 +220,7 @@ def test_a_copy_is_cut_where_a_registration_ends_and_each_registration_is_undone
     unmapped: list[str] = []
     made.unregister(address, nbytes, lambda: unmapped.append("unmapped"))
     chunk.close()
-    assert made.drain()
+    assert made.closer.drain()
     assert [start for (start,) in recording.made("cuMemHostUnregister")] == [start for start, _ in pieces]
     assert unmapped == ["unmapped"]
     assert recording.made("cuIpcCloseMemHandle") == [[1 << 40]]

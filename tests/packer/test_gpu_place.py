@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packer_service.devices import affinity, driver
+from packer_service.devices import cuda, driver
 
 GPU, SLICE = bytes(range(16)), bytes(range(16, 32))
 
@@ -59,7 +59,7 @@ def sys(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_packer_is_bound_to_the_cores_of_its_gpus_node(sys):
     core = min(os.sched_getaffinity(0))
-    assert affinity.pin_near("0000:1A:00.0", sys) == {core}
+    assert cuda.pin_near("0000:1A:00.0", sys) == {core}
     assert os.sched_getaffinity(0) == {core}
 
 
@@ -81,5 +81,5 @@ def test_what_cannot_be_read_or_done_stops_no_start(broken, sys, monkeypatch):
             patch.setattr(os, "sched_setaffinity", refuse)
         elif broken == "affinity not told":
             patch.setattr(os, "sched_getaffinity", refuse)
-        assert affinity.pin_near(bus_id, sys) == set()
+        assert cuda.pin_near(bus_id, sys) == set()
     assert os.sched_getaffinity(0) == before

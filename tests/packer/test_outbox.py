@@ -12,9 +12,8 @@ from packer_process import DEADLINE_S
 
 from packer_service.errors import PeerClosed, PeerHung, ProtocolError
 from packer_service.memory.memfd import create_memfd
-from packer_service.wire import outbox, protocol
-from packer_service.wire.channel import Channel, close_fds
-from packer_service.wire.outbox import Outbox
+from packer_service.wire import channel, protocol
+from packer_service.wire.channel import Channel, Outbox, close_fds
 from packer_service.wire.protocol import MapSegment, Nack
 
 COUNT = 1000  # more than fits a connection
@@ -102,7 +101,7 @@ def test_a_queued_descriptor_may_be_closed_by_whoever_sent_it():
     box = Outbox("test", Channel(ours, protocol.from_engine))
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.closing(Channel(theirs, protocol.to_engine)) as peer, contextlib.closing(box):
-        while box.offer(protocol.Pong(), None, outbox.ignore):
+        while box.offer(protocol.Pong(), None, channel.ignore):
             pass
         fd = create_memfd("segment", 4096)
         inode = os.fstat(fd).st_ino
@@ -126,7 +125,7 @@ def test_a_message_that_is_too_large_is_refused_alone_although_others_queue(send
 
 
 def test_a_peer_that_never_reads_is_given_up_at_a_bound(sender, monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_QUEUED", 100)
+    monkeypatch.setattr(channel, "MAX_QUEUED", 100)
     sender.send_all()
     assert any(isinstance(error, PeerHung) for _, error in sender.done)
     assert sender.outbox.flush(DEADLINE_S)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from packer_process import DEADLINE_S, wait_until
 
-from packer_service.devices.base import nothing
+from packer_service.devices.closer import nothing
 from packer_service.devices.host import HostDevice
 from packer_service.errors import DeviceError, PoolExhausted, ProtocolError
 from packer_service.memory.memfd import SharedMemory
@@ -267,7 +267,7 @@ def test_an_idle_pool_gives_back_what_exceeds_its_start_and_tells_which_segment_
 def test_at_its_limit_the_error_says_how_much_of_it_is_being_given_back(new_pool, device):
     """The driver closes nothing while a stream waits for a forward: until then, what has left an idle pool counts."""
     budget, forward = Budget(8 * MIB), threading.Event()
-    device._closer.submit_wait(forward.is_set, nothing)
+    device.closer.submit_wait(forward.is_set, nothing)
     try:
         pool = new_pool(budget=budget, idle_s=0.05)
         for region in [pool.allocate(2 * MIB, DEADLINE_S) for _ in range(2)]:

@@ -19,8 +19,7 @@ from packer_process import DEADLINE_S, wait_until
 from packer_service.config import Settings
 from packer_service.errors import PackerError, PackerUnavailable, PeerClosed
 from packer_service.wire import handshake, protocol
-from packer_service.wire.channel import Channel
-from packer_service.wire.outbox import MAX_QUEUED
+from packer_service.wire.channel import MAX_QUEUED, Channel
 from packer_service.wire.protocol import Described, Message, Release
 from worker_shim.connection import Connection, read_until_end
 from worker_shim.link import TRANSITIONS, Link, LinkState, Packet

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from packer_service.devices import base, calls, cuda, host
+from packer_service.devices import calls, closer, cuda, host
 from packer_service.devices.driver import call, driver
 from packer_service.errors import DeviceBusy, DeviceError
 from packer_service.memory import ack_page, memfd
@@ -99,7 +99,7 @@ def _wait_event(self: Any, handle: bytes) -> None:
     _wait_host_event(self, handle)
 
 
-def _close_arena(self: Any, then: Callable[[], None] = base.nothing) -> None:
+def _close_arena(self: Any, then: Callable[[], None] = closer.nothing) -> None:
     self._closer.close_later(_hanging("close", self._memory.close), then)
 
 
