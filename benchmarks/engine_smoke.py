@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from benchmarks import machine
-from worker_shim.synthetic.percentile import percentile
+from benchmarks.percentile import percentile
 
 PACKER = "worker_shim.PackerDiffusionExecutor"
 IMAGE = {"height": 1024, "width": 1024}

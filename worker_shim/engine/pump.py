@@ -1,15 +1,29 @@
-"""vllm-omni's result pump, run so that an output it cannot unpack harms nothing but itself."""
+"""vllm-omni's own functions, run with something of ours in place of a global of their module, which stays as it is.
+
+The result pump above all, so that an output it cannot unpack harms nothing but itself.
+"""
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from vllm_omni.diffusion.executor import multiproc_executor
 
-from worker_shim.engine.rebind import rebound
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
+
+
+def rebound(function: Any, **names: Any) -> types.FunctionType:
+    """``function``, which finds ``names`` instead of its module's own."""
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def run_pump(executor: Any, result_mq: Any) -> None:
