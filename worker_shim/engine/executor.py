@@ -32,7 +32,7 @@ from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerUnavailable
 from worker_shim.engine.packers import Packers
 from worker_shim.engine.placeholders import Unclaimed
-from worker_shim.engine.pump import rebound, run_pump, without_frames
+from worker_shim.engine.pump import rebound, run_pump, sleep_between_looks, without_frames
 from worker_shim.engine.receiver import Delivered
 from worker_shim.engine.result_queue import LateQueue, OnceQueue
 from worker_shim.log import get_logger
@@ -132,8 +132,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        from worker_shim.engine.sleeping_reader import sleep_between_looks  # imports what compat.py had to find first
-
         sleep_between_looks(own)
         if self.od_config.step_execution:  # only replies come this way
             return own
