@@ -107,13 +107,6 @@ class Result:
     def output(self) -> Any:
         return self.outputs[-1]
 
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """vllm-omni's own, `output_ready_wait_time_ms` among them."""
-        if self.error is not None:
-            raise self.error
-        return self.yielded[-1].metrics
-
 
 class RunningEngine:
     """An engine and its event loop's thread. Its methods belong to the test's thread."""
@@ -169,9 +162,6 @@ class RunningEngine:
     def run(self, requests: Iterable[Any], timeout_s: float = 120) -> dict[str, Result]:
         """Run all of them at once and return their results by request id, failed ones too."""
         return self._start(self._drain_all(list(requests))).result(timeout_s)
-
-    def abort(self, request_id: str) -> None:
-        self.diffusion_engine.abort(request_id)
 
     def close(self) -> None:
         """Shut the engine, its executor and its workers down, then the loop. Results stay the caller's."""
