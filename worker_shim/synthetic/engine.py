@@ -34,6 +34,12 @@ from typing import Any
 BATCH: dict[str, Any] = {"max_num_seqs": 4, "request_batch_max_wait_ms": 50.0}
 STEP: dict[str, Any] = {"step_execution": True, "max_num_seqs": 4}
 STREAM: dict[str, Any] = {**STEP, "streaming_output": True}
+_SIZE = {
+    "height": 64,
+    "width": 96,
+    "num_frames": 1,
+    "num_inference_steps": 2,
+}  # of an output, unless another is asked for
 
 # vllm-omni ships no platform for a CPU but loads platforms by entry point, from whatever is on the path. It calls `register`
 # in every process of its own, and takes a platform's qualified name for yes, None for no.
@@ -122,18 +128,8 @@ class RunningEngine:
     def executor(self) -> Any:
         return self.diffusion_engine.executor
 
-    def request(
-        self,
-        *,
-        seed: int,
-        height: int = 64,
-        width: int = 96,
-        num_frames: int = 1,
-        num_inference_steps: int = 2,
-        request_id: str | None = None,
-        **extra_args: Any,
-    ) -> Any:
-        """An OmniDiffusionRequest. extra_args are the pipeline's: dtype="bfloat16", behaviour="dict".
+    def request(self, *, seed: int, request_id: str | None = None, **given: Any) -> Any:
+        """An OmniDiffusionRequest, of a size as in ``_SIZE``. What else is given is the pipeline's: dtype="bfloat16".
 
         A `request_id` must be new to this engine: one used again right after it finished can end vllm-omni's engine
         thread ("Diffusion scheduler lost state"), after which requests hang.
@@ -142,17 +138,11 @@ class RunningEngine:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams, OmniTextPrompt
 
         number = next(self._numbers)
+        size = {name: given.pop(name, default) for name, default in _SIZE.items()}
         return OmniDiffusionRequest(
             prompt=OmniTextPrompt(prompt="a test"),
             request_id=f"request-{number}" if request_id is None else request_id,
-            sampling_params=OmniDiffusionSamplingParams(
-                seed=seed,
-                height=height,
-                width=width,
-                num_frames=num_frames,
-                num_inference_steps=num_inference_steps,
-                extra_args=extra_args,
-            ),
+            sampling_params=OmniDiffusionSamplingParams(seed=seed, extra_args=given, **size),
         )
 
     def submit(self, request: Any) -> Future[Result]:
