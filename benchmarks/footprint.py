@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.harness import MIB, arguments, device, is_quick, say, table
-from worker_shim.synthetic.percentile import percentile
+from benchmarks.percentile import percentile
 
 SECONDS = 30.0
 _WAITING_S = 6.0
@@ -230,8 +230,7 @@ def _cycles_per_second() -> float:
 def _connected(settings: Any, socket: str, key: bytes) -> Iterator[Worker]:
     from packer_service.wire import handshake
     from worker_shim.connection import Connection
-    from worker_shim.engine.delivered import Delivered
-    from worker_shim.engine.receiver import Receiver
+    from worker_shim.engine.receiver import Delivered, Receiver
     from worker_shim.worker.exporter import Exporter
     from worker_shim.worker.open_device import open_export_device
 

@@ -33,7 +33,7 @@ from benchmarks.harness import (
     settings_in_force,
     table,
 )
-from worker_shim.synthetic.percentile import percentile
+from benchmarks.percentile import percentile
 
 SECONDS = 180.0
 BARE = "bare_copy"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from benchmarks import machine
 
 if TYPE_CHECKING:
-    from worker_shim.synthetic.timing import Arrivals
+    from worker_shim.synthetic.pipeline import Arrivals
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -108,7 +108,7 @@ def open_sides(pipeline: str = PIPELINE, only: str = "", **config: Any) -> Itera
     import torch
 
     from worker_shim.synthetic.engine import engine
-    from worker_shim.synthetic.timing import Arrivals
+    from worker_shim.synthetic.pipeline import Arrivals
 
     with_mp = machine.gpus() or config.get("step_execution")
     backends = {"packer": PACKER, "mp": "mp"} if with_mp else {"packer": PACKER}
@@ -148,7 +148,7 @@ class BareCopy:
     def __init__(self, shape: Sequence[int], dtype: str, seed: int) -> None:
         import torch
 
-        from worker_shim.synthetic.content import content
+        from worker_shim.synthetic.pipeline import content
 
         self.source = content(tuple(shape), dtype, seed, device())
         self.target = torch.empty(self.source.shape, dtype=self.source.dtype, pin_memory=self.source.is_cuda)

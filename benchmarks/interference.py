@@ -33,7 +33,7 @@ from benchmarks.harness import (
     settings_in_force,
     table,
 )
-from worker_shim.synthetic.percentile import percentile
+from benchmarks.percentile import percentile
 
 SECONDS = 180.0
 VIDEO_BYTES = 768 * 768 * 81 * 3 * 4  # 573 MB (10^6)

@@ -32,8 +32,8 @@ from benchmarks.harness import (
     settings_in_force,
     table,
 )
+from benchmarks.percentile import percentile
 from worker_shim.synthetic.engine import STEP, STREAM
-from worker_shim.synthetic.percentile import percentile
 
 SECONDS = 60.0
 PIPELINE = "benchmarks.step_pipeline.StepPipeline"
@@ -158,7 +158,7 @@ def measure(cases: list[Case], seconds: float) -> Iterator[list[dict[str, Any]]]
 
 def _expected(case: Case) -> list[Any]:
     """The outputs of a pair in order, on this process's view of the device."""
-    from worker_shim.synthetic.content import content
+    from worker_shim.synthetic.pipeline import content
 
     return [content(case.shape, case.dtype, seed, device()) for seed in range(IN_FLIGHT * CHUNKS[case.mode])]
 

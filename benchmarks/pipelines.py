@@ -16,7 +16,7 @@ staging copy on the forward's stream, whatever other threads of the worker do me
 device. Forwards follow one another until the output is through (``mp``: packed and sent; the packer: acknowledged, whether
 that ack was taken or not); each that began before then is a sample.
 The time ends when the current stream has finished. Between pairs the worker is idle.
-The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``timing.Arrivals`` drops them.
+The engine never asked for these outputs: they carry the stamp UNCLAIMED, by which ``Arrivals`` drops them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker import diffusion_worker
 
 from benchmarks.harness import ALONE, BESIDE
-from worker_shim.synthetic.content import content
-from worker_shim.synthetic.timing import UNCLAIMED, TimedPipeline
+from worker_shim.synthetic.pipeline import UNCLAIMED, TimedPipeline, content
 
 _DRAIN_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.001

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import torch
 from vllm_omni.diffusion.data import DiffusionOutput
 
-from worker_shim.synthetic.content import content
-from worker_shim.synthetic.pipeline import SyntheticPipeline
+from worker_shim.synthetic.pipeline import SyntheticPipeline, content
 
 GAP_BEFORE = "gap_before_s"
 """Stamp of an output: the gap before the first step of its chunk."""

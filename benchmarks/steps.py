@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine, stopwatch
 from benchmarks.harness import MIB, ROOT, Side, arguments, is_quick, open_sides, say, set_up, settings_in_force, table
+from benchmarks.percentile import percentile
 from benchmarks.stopwatch import ENTERED, Call, Stopwatch
-from worker_shim.synthetic.percentile import percentile
 
 PIPELINE = "benchmarks.steps_pipeline.SteppedPipeline"
 _WARM_UP = 8

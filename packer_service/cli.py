@@ -141,8 +141,8 @@ def demo(
         Settings.load(given)
     except PackerError as error:
         raise SystemExit(f"packer-service demo: {error}") from error
-    if missing := [name for name in ("torch", "numpy", "psutil", "rich") if importlib.util.find_spec(name) is None]:
-        raise SystemExit(f"packer-service demo needs {', '.join(missing)}: pip install 'packer-service[demo]'")
+    if missing := [name for name in ("vllm_omni", "psutil", "rich") if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"packer-service demo needs {', '.join(missing)}: pip install 'packer-service[vllm]'")
     os.environ.update({environment_name(name): value for name, value in given.items()})
     sys.argv[1:] = ["--requests", str(requests), *(["--json"] if as_json else [])]
     # It runs in this process, because another Python would take the current directory for a folder of modules.

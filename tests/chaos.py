@@ -176,7 +176,7 @@ class _Child:
                 done.append("aborted")
                 self._counts["aborted"] += 1
                 if rng.random() < 0.5:
-                    self._running.abort(request.request_id)
+                    self._running.diffusion_engine.abort(request.request_id)
                 else:  # the client goes away
                     future.cancel()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import footprint, handoff, harness, machine, overlap, report, steps, stopwatch
-from worker_shim.synthetic.percentile import percentile
+from benchmarks.percentile import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["engine_smoke", "footprint", "handoff", "interference", "overlap", "report", "run", "steps", "worker_cost"]

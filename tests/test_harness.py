@@ -50,7 +50,7 @@ def test_uni_gives_each_request_the_content_of_its_own_seed_every_time():
         assert output.dtype == getattr(torch, DTYPES[seed % 4])
         assert same_bytes(output, again)
     assert not same_bytes(one.output, another.output)
-    assert "output_ready_wait_time_ms" in one.metrics
+    assert "output_ready_wait_time_ms" in one.yielded[-1].metrics
 
 
 def test_uni_batches_requests_and_gives_each_what_it_gets_alone():

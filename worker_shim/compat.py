@@ -27,8 +27,12 @@ from worker_shim.digests import DIGESTS
 SUPPORTED = ("0.30",)  # vllm-omni's releases, major.minor
 
 _EXECUTOR = "vllm_omni.diffusion.executor.multiproc_executor:MultiprocDiffusionExecutor"
-_WORKER = "vllm_omni.diffusion.worker.diffusion_worker:WorkerProc"
+_WORKERS = "vllm_omni.diffusion.worker.diffusion_worker"
+_WORKER = f"{_WORKERS}:WorkerProc"
 _ENGINE = "vllm_omni.diffusion.diffusion_engine:DiffusionEngine"
+_DATA = "vllm_omni.diffusion.data"
+_IPC = "vllm_omni.diffusion.ipc"
+_SHM = "vllm.distributed.device_communicators.shm_broadcast"
 
 # (where, the parameters it must take, the names its code must use: globals, attributes and methods)
 HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -68,13 +72,13 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("_create_worker", "_async_output_loop", "_async_output_queue", "_async_output_thread", "step_execution"),
     ),
     (f"{_WORKER}._create_worker", ("self", "gpu_id"), ()),
-    ("vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.__init__", ("self",), ("init_snapshot",)),
+    (f"{_WORKERS}:DiffusionWorker.__init__", ("self",), ("init_snapshot",)),
     (
-        "vllm_omni.diffusion.worker.diffusion_worker:DiffusionWorker.determine_available_kv_memory",
+        f"{_WORKERS}:DiffusionWorker.determine_available_kv_memory",
         ("self",),
         ("determine_local_memory", "init_snapshot"),
     ),
-    ("vllm_omni.diffusion.worker.diffusion_worker:WorkerWrapperBase.__init__", ("self",), ("worker",)),
+    (f"{_WORKERS}:WorkerWrapperBase.__init__", ("self",), ("worker",)),
     (f"{_WORKER}._return_result", ("self", "output", "rpc_id"), ("_async_output_queue", "_async_output_pending")),
     (f"{_WORKER}._async_output_loop", ("self",), ("_async_output_pending", "_async_output_done")),
     (f"{_WORKER}._enqueue_result", ("self", "msg"), ("_result_mq_lock", "result_mq", "enqueue")),
@@ -93,31 +97,23 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("vllm_omni.diffusion.offloader.config:any_selected_component_uses_allgather", ("config",), ()),
     ("vllm_omni.diffusion.media:DiffusionMediaOutput.validate", ("self",), ("prepared_for_transport",)),
     ("vllm_omni.diffusion.worker.utils:RunnerOutput", ("request_id", "finished", "result", "async_output_id"), ()),
-    ("vllm_omni.diffusion.data:DiffusionOutput", ("async_output_id", "finished", "error", "aborted", "media"), ()),
-    ("vllm_omni.diffusion.ipc:pack_diffusion_output_shm", ("output", "d2h_stream"), ()),
-    ("vllm_omni.diffusion.ipc:_array_to_shm", ("array",), ("shared_memory", "SharedMemory")),
-    ("vllm_omni.diffusion.ipc:_tensor_to_shm", ("tensor",), ("_array_to_shm",)),
-    ("vllm_omni.diffusion.ipc:_ndarray_to_shm", ("array",), ("_array_to_shm",)),
-    ("vllm_omni.diffusion.ipc:_pack_value_if_large", ("val",), ("_ndarray_to_shm",)),
-    ("vllm_omni.diffusion.ipc:_pack_tensor_if_large", ("val",), ("_tensor_to_shm",)),
-    ("vllm_omni.diffusion.ipc:unpack_diffusion_output_shm", ("output",), ()),
-    (
-        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
-        ("self", "timeout_ms"),
-        ("last_read", "busy_loop_s"),
-    ),
-    (
-        "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer.__init__",
-        ("self", "max_chunk_bytes", "max_chunks"),
-        ("data_offset", "shared_memory"),
-    ),
+    (f"{_DATA}:DiffusionOutput", ("async_output_id", "finished", "error", "aborted", "media"), ()),
+    (f"{_IPC}:pack_diffusion_output_shm", ("output", "d2h_stream"), ()),
+    (f"{_IPC}:_array_to_shm", ("array",), ("shared_memory", "SharedMemory")),
+    (f"{_IPC}:_tensor_to_shm", ("tensor",), ("_array_to_shm",)),
+    (f"{_IPC}:_ndarray_to_shm", ("array",), ("_array_to_shm",)),
+    (f"{_IPC}:_pack_value_if_large", ("val",), ("_ndarray_to_shm",)),
+    (f"{_IPC}:_pack_tensor_if_large", ("val",), ("_tensor_to_shm",)),
+    (f"{_IPC}:unpack_diffusion_output_shm", ("output",), ()),
+    (f"{_SHM}:SpinCondition.wait", ("self", "timeout_ms"), ("last_read", "busy_loop_s")),
+    (f"{_SHM}:ShmRingBuffer.__init__", ("self", "max_chunk_bytes", "max_chunks"), ("data_offset", "shared_memory")),
     ("vllm_omni.diffusion.executor.multiproc_executor:WorkerProc", (), ()),
     ("vllm_omni.diffusion.worker.utils:BatchRunnerOutput", ("runner_outputs",), ()),
-    ("vllm_omni.diffusion.data:OmniDiffusionConfig", ("additional_config", "step_execution", "parallel_config"), ()),
-    ("vllm_omni.diffusion.data:AsyncOutputKind.COMPUTE_DONE", (), ()),
-    ("vllm_omni.diffusion.data:AsyncOutputKind.OUTPUT_READY", (), ()),
+    (f"{_DATA}:OmniDiffusionConfig", ("additional_config", "step_execution", "parallel_config"), ()),
+    (f"{_DATA}:AsyncOutputKind.COMPUTE_DONE", (), ()),
+    (f"{_DATA}:AsyncOutputKind.OUTPUT_READY", (), ()),
     ("vllm_omni.platforms:current_omni_platform", (), ()),
-    ("vllm_omni.diffusion.data:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
+    (f"{_DATA}:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
 )
 
 
@@ -153,7 +149,7 @@ def check(hooks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = HOOK
             continue
         if absent:
             missing.append(f"{where} has no {', '.join(absent)}")
-        elif inspect.isfunction(target) and digest(target) != _known(where):
+        elif inspect.isfunction(target) and digest(target) != DIGESTS.get(_short(where)):
             changed.append(where)
     return Found(version, missing, changed)
 
@@ -182,19 +178,16 @@ def digest(function: types.FunctionType) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _known(where: str) -> str | None:
+def _short(where: str) -> str:
+    """With the last part of the module alone, as ``DIGESTS`` has it."""
     module, _, path = where.partition(":")
-    return DIGESTS.get(module, {}).get(path)
+    return f"{module.rpartition('.')[2]}:{path}"
 
 
-def installed_digests() -> dict[str, dict[str, str]]:
-    """By module and name the digest of each function in ``HOOKS``, of the vllm-omni that is installed."""
-    found: dict[str, dict[str, str]] = {}
-    for where, _, _ in sorted(HOOKS):
-        module, _, path = where.partition(":")
-        if inspect.isfunction(target := _find(where)):
-            found.setdefault(module, {})[path] = digest(target)
-    return found
+def installed_digests() -> dict[str, str]:
+    """The digest of each function in ``HOOKS``, of the vllm-omni that is installed."""
+    found = {where: _find(where) for where, _, _ in sorted(HOOKS)}
+    return {_short(where): digest(target) for where, target in found.items() if inspect.isfunction(target)}
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -207,9 +200,7 @@ def _write() -> None:
     path, changed = Path(__file__).with_name("digests.py"), check().changed
     lines = ['"""Written by ``python -m worker_shim.compat``: see there."""', ""]
     lines += [f'TESTED = "{importlib.metadata.version("vllm-omni")}"  # vllm-omni', "DIGESTS = {"]
-    for module, functions in installed_digests().items():
-        rows = (f'        "{name}": "{functions[name]}",' for name in functions)
-        lines += [f'    "{module}": {{', *rows, "    },"]
+    lines += [f'    "{where}": "{found}",' for where, found in installed_digests().items()]
     path.write_text("\n".join([*lines, "}"]) + "\n")
     print(*changed, f"{path} is written", sep="\n")
 

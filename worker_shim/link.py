@@ -39,7 +39,7 @@ class Client(Protocol):
 
     def begin(self) -> None:
         """The thread starts."""
-        ...
+        return
 
     def resume(self, connection: Connection) -> Iterable[Packet]:
         """A connection was made: everything its packer must be told before anything new. Raises where it cannot be used, with
@@ -56,7 +56,7 @@ class Client(Protocol):
 
     def give_up(self, reason: str) -> None:
         """None was made in time: whatever waits should go another way."""
-        ...
+        return
 
 
 class LinkState(enum.Enum):

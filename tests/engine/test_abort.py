@@ -125,7 +125,7 @@ def test_an_abort_after_output_ready_leaves_nothing_and_spares_the_neighbour(cle
     def act(the_wave: Wave, parts: list[Any]) -> None:
         part = next(part for part in parts if part.request_id == the_wave.ids[0])
         arrived(clean, part)
-        clean.abort(part.request_id)
+        clean.diffusion_engine.abort(part.request_id)
 
     with wave(clean, {"seed": 1, **IMAGE}, {"seed": 2, **IMAGE}, act=act) as the_wave:
         aborted, other = the_wave.results()
@@ -142,7 +142,7 @@ def test_an_abort_before_output_ready_leaves_nothing_and_spares_the_neighbour(cl
 
         def act(the_wave: Wave, parts: list[Any]) -> None:
             output_ids.extend(part.async_output_id for part in parts if part.request_id == the_wave.ids[0])
-            clean.abort(the_wave.ids[0])
+            clean.diffusion_engine.abort(the_wave.ids[0])
 
         with wave(clean, {"seed": 1, **IMAGE}, {"seed": 2, **IMAGE}, act=act) as the_wave:
             assert_aborted(the_wave.futures[0].result(DEADLINE_S))
@@ -192,7 +192,7 @@ def test_300_requests_of_which_a_third_is_aborted_and_a_third_left_keep_nothing(
         futures = [clean.submit(request) for request in made]
         for number, (request, future) in enumerate(zip(made, futures, strict=True)):
             if number % 3 == 1:
-                clean.abort(request.request_id)
+                clean.diffusion_engine.abort(request.request_id)
             elif number % 3 == 2:
                 future.cancel()
         for future in futures[::3]:

@@ -167,8 +167,8 @@ def test_with_no_packer_to_be_had_one_warning_says_why_and_vllm_omnis_own_path_i
     import re
 
     from packer_service.config import Settings
-    from worker_shim.engine.delivered import Delivered
     from worker_shim.engine.packers import Packers
+    from worker_shim.engine.receiver import Delivered
 
     _, message = WHY[why]
     residue = Residue()

@@ -143,8 +143,8 @@ def packer_pid(running: RunningEngine) -> int:
 
 
 def lease_books(running: RunningEngine) -> list[Any]:
-    """One a packer."""
-    return [keeper.queue.leases for keeper in running.executor._packers.keepers]
+    """One a packer; None where that is away."""
+    return [getattr(keeper.queue._receiver, "leases", None) for keeper in running.executor._packers.keepers]
 
 
 def leases(running: RunningEngine) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,9 +26,23 @@ def engine(backend: str, pipeline: str, **config: Any) -> Iterator[RunningEngine
     """A running engine, closed at the end of the block; ``pipeline`` is a class of tests/helpers/pipelines.py."""
     _freeze_modules()
     with ExitStack() as stack:
+        stack.enter_context(_undecorated_streams())
         with forked_workers():
             running = stack.enter_context(_engine(backend, f"pipelines.{pipeline}", **config))
         yield running
+
+
+@contextmanager
+def _undecorated_streams() -> Iterator[None]:
+    """A worker in this process (`uni`) puts its name before every line of stdout and stderr: undo that at the end."""
+    streams = [sys.stdout, sys.stderr]
+    before = [dict(vars(stream)) for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, attributes in zip(streams, before, strict=True):
+            for name in vars(stream).keys() - attributes.keys():
+                delattr(stream, name)
 
 
 @functools.cache

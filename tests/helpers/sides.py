@@ -15,8 +15,7 @@ from packer_process import DEADLINE_S, MIB, Packer, wait_until
 from packer_service.config import Settings
 from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Received
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.receiver import Receiver
+from worker_shim.engine.receiver import Delivered, Receiver
 from worker_shim.worker.device_host import HostExportDevice
 from worker_shim.worker.exporter import Exporter
 from worker_shim.worker.in_flight import InFlight
@@ -104,7 +103,7 @@ class Kept:
     def __init__(
         self, socket: str, key: bytes, restart: Callable[[], None] | None = None, *, reads: bool = True, **given: Any
     ) -> None:
-        from worker_shim.engine.keeper import PackerKeeper  # needs vllm-omni
+        from worker_shim.engine.packers import PackerKeeper  # needs vllm-omni
 
         self.socket, self.key = socket, key
         self.session = secrets.token_hex(8)

@@ -225,7 +225,7 @@ def test_the_digests_are_those_of_the_vllm_omni_that_is_installed():
 def test_every_method_of_vllm_omnis_that_we_override_is_checked():
     from worker_shim import compat
     from worker_shim.engine.executor import PackerDiffusionExecutor
-    from worker_shim.engine.sleeping_reader import SleepingCondition
+    from worker_shim.engine.pump import SleepingCondition
     from worker_shim.worker.proc import PackerWorkerProc
 
     checked = {where.partition(":")[2] for where, _, _ in compat.HOOKS}

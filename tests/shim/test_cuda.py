@@ -24,8 +24,7 @@ from stalled_events import StalledEvents
 from packer_service.config import Settings
 from packer_service.wire import handshake
 from worker_shim.connection import Connection
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.receiver import Receiver
+from worker_shim.engine.receiver import Delivered, Receiver
 
 torch = pytest.importorskip("torch")
 

@@ -45,7 +45,7 @@ from stalling_device import Failing, Stalling  # noqa: E402
 
 from worker_shim.connection import Connection  # noqa: E402
 from worker_shim.engine import receiver  # noqa: E402
-from worker_shim.engine.delivered import Delivered  # noqa: E402
+from worker_shim.engine.receiver import Delivered  # noqa: E402
 from worker_shim.outputs import skeleton  # noqa: E402
 from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
 from worker_shim.worker.device import Signal  # noqa: E402
@@ -1553,9 +1553,9 @@ def test_on_an_idle_engine_the_lease_returns_although_the_pump_still_waits(resul
     try:
         side.send([torch.ones(5)], "output")
         wait_until(lambda: got, "the output")
-        assert queue.leases.outstanding == 1
+        assert queue._receiver.leases.outstanding == 1
         got.clear()
-        wait_until(lambda: queue.leases.outstanding == 0, "the lease returns")
+        wait_until(lambda: queue._receiver.leases.outstanding == 0, "the lease returns")
     finally:
         stop.set()
         thread.join(DEADLINE_S)

@@ -412,8 +412,7 @@ import os, sys, time
 from packer_service.wire import handshake
 from packer_service.config import Settings
 from worker_shim.connection import Connection
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.receiver import Receiver
+from worker_shim.engine.receiver import Delivered, Receiver
 from worker_shim.engine.supervisor import Supervisor
 supervisor = Supervisor(Settings(pool_bytes=2 << 20, pool_max_bytes=2 << 20))
 packer = supervisor.start("host")

@@ -141,7 +141,7 @@ class Opening:
 
 
 def test_the_late_queue_times_out_while_nothing_comes_and_when_its_workers_are_gone():
-    from worker_shim.engine.late_queue import LateQueue
+    from worker_shim.engine.result_queue import LateQueue
 
     reader, writer = multiprocessing.Pipe(duplex=False)
     late = LateQueue(reader)
@@ -201,7 +201,7 @@ def media(*, prepared: bool = True, channels: int = 3) -> Any:
 def test_media_that_vllm_omni_would_not_pack_or_unpack_fail_their_request(fields, message):
     from vllm_omni.diffusion.data import DiffusionOutput
 
-    from worker_shim.outputs.media import check_media
+    from worker_shim.outputs.replies import check_media
 
     check_media(DiffusionOutput(media=media()))
     output = DiffusionOutput(media=media(**fields["media"]))

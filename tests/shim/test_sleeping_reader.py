@@ -12,7 +12,7 @@ from packer_process import DEADLINE_S
 pytest.importorskip("vllm")
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from worker_shim.engine.sleeping_reader import SleepingCondition, sleep_between_looks
+from worker_shim.engine.pump import SleepingCondition, sleep_between_looks
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,7 @@ from packer_service.errors import DescriptorLost, PackerError, ProtocolError
 from packer_service.memory.memfd import address_of, check_memfd, map_memfd
 from packer_service.wire.protocol import Body, Lease, OutputComing, OutputReady
 from worker_shim.engine import fork
-from worker_shim.engine.leases import LeaseBook
-from worker_shim.engine.segments import Segments
+from worker_shim.engine.leases import LeaseBook, Segments
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
 from worker_shim.outputs.arrays import ArraySpec, tensor_over

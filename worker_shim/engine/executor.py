@@ -30,16 +30,13 @@ from vllm_omni.diffusion.executor import multiproc_executor
 
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerUnavailable
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.late_queue import LateQueue
 from worker_shim.engine.packers import Packers
 from worker_shim.engine.placeholders import Unclaimed
-from worker_shim.engine.pump import run_pump, without_frames
-from worker_shim.engine.rebind import rebound
-from worker_shim.engine.result_queue import OnceQueue
+from worker_shim.engine.pump import rebound, run_pump, sleep_between_looks, without_frames
+from worker_shim.engine.receiver import Delivered
+from worker_shim.engine.result_queue import LateQueue, OnceQueue
 from worker_shim.log import get_logger
-from worker_shim.outputs.media import check_media
-from worker_shim.outputs.replies import reply_ranks
+from worker_shim.outputs.replies import check_media, reply_ranks
 from worker_shim.settings import engine_settings
 from worker_shim.worker.worker_main import worker_main
 from worker_shim.worker_config import Exports, Refuses, WorkerConfig
@@ -135,8 +132,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
 
     def _init_result_queue(self, result_handle: Any) -> Any:
         own = super()._init_result_queue(result_handle)
-        from worker_shim.engine.sleeping_reader import sleep_between_looks  # imports what compat.py had to find first
-
         sleep_between_looks(own)
         if self.od_config.step_execution:  # only replies come this way
             return own
@@ -149,7 +144,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._start_packer_pumps()
 
     def _start_late_pumps(self) -> None:
-        """The pumps of step mode, where vllm-omni starts none; see ``worker_shim.engine.late_queue``."""
+        """The pumps of step mode, where vllm-omni starts none; see ``LateQueue``."""
         with self._ending:
             self._result_pump_threads: list[threading.Thread] = []
             if self._late is None or self._closed:

@@ -108,7 +108,7 @@ class Holder(Protocol):
 
     def before_fork(self, make_child: Callable[[], Child]) -> None:
         """Called with ``lock`` held. ``make_child`` gives the child to be, where anything is inherited."""
-        ...
+        return
 
     def after_fork_in_child(self) -> None:
         """Only memory is inherited: no thread, no connection."""

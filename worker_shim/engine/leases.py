@@ -1,4 +1,4 @@
-"""Leases on the engine's side: zero-copy arrays in mapped segments, and the way back.
+"""The engine's part of a packer's pool: the segments that it has mapped, the arrays over leases in them, and their way back.
 
 Note [What keeps a lease]
 Each array starts as a numpy array over exactly its own bytes of the mapping; the finalizer that gives the lease back sits
@@ -31,16 +31,83 @@ import numpy as np
 from packer_service.errors import ProtocolError
 from packer_service.memory.extents import align
 from packer_service.memory.memfd import SharedMemory
-from packer_service.wire.protocol import MAX_PIECES, Lease, Release
+from packer_service.wire.protocol import MAX_PIECES, Lease, MapSegment, Release, SegmentLost
 from worker_shim.connection import Connection
 from worker_shim.engine import fork
 from worker_shim.engine.fork import Child
-from worker_shim.engine.segments import Segments
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
 
 _CHILDREN_POLL_S = (0.05, 1.0)  # the first pause and the longest
+
+
+class Segments(fork.Holder):
+    """The segments of one packer's pool, and which could not be mapped. The thread that receives adds and removes them.
+
+    No forked child inherits their memory or their descriptors. ``mapped`` changes under ``fork.lock``: a child could inherit
+    what is not hidden yet, and keep the whole segment for it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.mapped: dict[int, SharedMemory] = {}
+        self._connection = connection
+        self._lost: dict[int, Exception] = {}  # why they could not be mapped
+        self._asked: set[int] = set()  # for which of them again
+        with fork.lock:
+            fork.holders.add(self)
+
+    def add(self, message: MapSegment, fds: list[int], lost: Exception | None) -> None:
+        """Map a segment. Takes over its descriptor. ``lost``: why that is not here."""
+        self._asked.discard(message.segment)
+        if lost is None:
+            try:
+                self._map(message, fds)
+                self._lost.pop(message.segment, None)
+                return
+            except OSError as error:
+                lost = error
+        logger.error("segment %d of the packer's pool cannot be mapped: %s", message.segment, lost)
+        self._lost[message.segment] = lost
+
+    def _map(self, message: MapSegment, fds: list[int]) -> None:
+        if not fds or message.segment in self.mapped:
+            raise ProtocolError(f"segment {message.segment} came twice or without its memfd")
+        with fork.lock:
+            memory = SharedMemory.attach(fds.pop(), message.nbytes, keep_fd=True)
+            self.mapped[message.segment] = memory
+            fork.hide(memory.address, memory.nbytes)
+
+    def remove(self, number: int) -> None:
+        """Unmap a segment that the packer took out of its pool; nothing in it is leased."""
+        self._lost.pop(number, None)
+        with fork.lock:
+            if (memory := self.mapped.pop(number, None)) is not None:
+                memory.close()
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Raise what kept a segment of these from being mapped, once it was asked for again."""
+        if not self._lost:
+            return
+        for lost in self._lost.keys() & {lease.segment for lease in leases}:
+            if lost not in self._asked:
+                self._asked.add(lost)
+                self._connection.post(SegmentLost(lost))
+            raise self._lost[lost]
+
+    def after_fork_in_child(self) -> None:
+        self._close_all()
+
+    def close(self) -> None:
+        """Unmap all. Arrays that are out stay valid: they hold the mapping. Close the leases first. Idempotent."""
+        with fork.lock:
+            fork.holders.discard(self)
+            self._close_all()
+
+    def _close_all(self) -> None:
+        for memory in self.mapped.values():
+            memory.close()
+        self.mapped.clear()
 
 
 @dataclass
@@ -81,7 +148,7 @@ class _Out:
         return any(child.lives() for child in self.children)
 
 
-class LeaseBook:
+class LeaseBook(fork.Holder):
     """The leases of one packer that are out. The pump thread adds, a thread of its own returns.
 
     ``fork.lock`` guards ``_out``.
@@ -181,13 +248,11 @@ class LeaseBook:
         return deaths
 
     def before_fork(self, make_child: Callable[[], Child]) -> None:
-        """See ``fork.Holder``."""
         for out in self._out.values():
             if out.uses and out.memory is not None:
                 out.inherit(make_child())
 
     def after_fork_in_child(self) -> None:
-        """See ``fork.Holder``."""
         self._end_use = _forget
         for out in self._out.values():
             for child in out.children:

@@ -18,20 +18,16 @@ from worker_shim.settings import engine_settings
 logger = get_logger(__name__)
 
 
-def _own() -> Any:
-    """The class that vllm-omni itself takes for "mp", wherever that is. ImportError where it has none."""
-    try:
-        from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
+try:
+    from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
 
-        return DiffusionExecutor.get_class(types.SimpleNamespace(distributed_executor_backend="mp", num_gpus=1))
-    except Exception as error:  # whatever another release does there
-        raise ImportError(
-            f"there is neither a vllm-omni that the packer works with ({'; '.join(compat.check().missing)}) nor vllm-omni's own"
-            f" executor 'mp' ({type(error).__name__}: {error}): do not name worker_shim as distributed_executor_backend"
-        ) from error
-
-
-_Own: Any = _own()
+    # What vllm-omni itself takes for "mp", wherever that is.
+    _Own: Any = DiffusionExecutor.get_class(types.SimpleNamespace(distributed_executor_backend="mp", num_gpus=1))
+except Exception as error:  # whatever another release does there
+    raise ImportError(
+        f"there is neither a vllm-omni that the packer works with ({'; '.join(compat.check().missing)}) nor vllm-omni's own"
+        f" executor 'mp' ({type(error).__name__}: {error}): do not name worker_shim as distributed_executor_backend"
+    ) from error
 
 
 class OwnExecutor(_Own):

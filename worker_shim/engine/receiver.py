@@ -10,26 +10,112 @@ lies in it.
 
 from __future__ import annotations
 
+import collections
+import functools
+import os
+import threading
 import time
 from collections.abc import Callable
 
 from packer_service.errors import DescriptorLost, PackerError, PeerClosed
 from packer_service.wire import protocol
 from packer_service.wire.channel import close_fds
-from packer_service.wire.protocol import OutputComing, OutputGone, OutputReady
+from packer_service.wire.protocol import Describe, Described, OutputComing, OutputGone, OutputReady
 from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Assembled, Assembler, Received
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.leases import LeaseBook
-from worker_shim.engine.questions import Questions
-from worker_shim.engine.segments import Segments
-from worker_shim.engine.spare_descriptor import SpareDescriptor
+from worker_shim.engine.leases import LeaseBook, Segments
 from worker_shim.log import get_logger
 
 logger = get_logger(__name__)
 
 _ROOM_S = 5.0
 _ROOM_POLL_S = 0.01
+_REMEMBERED = 1 << 16
+_NO_ANSWER = "unknown: the packer did not answer"
+
+
+class Delivered:
+    """The ids of outputs that the engine has: of one that comes twice, by whichever way, only the first counts. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def first(self, output_id: str) -> bool:
+        """True the first time it is asked about ``output_id``."""
+        with self._lock:
+            if output_id in self._ids:
+                return False
+            self._ids[output_id] = None
+            if len(self._ids) > _REMEMBERED:
+                self._ids.popitem(last=False)
+            return True
+
+    def __contains__(self, output_id: str) -> bool:
+        return output_id in self._ids
+
+
+class Questions:
+    """How far a packer is with an output: asked on any thread, answered on the one that receives.
+
+    ``_answered`` guards ``_states`` and ``overdue``.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.overdue = False  # an answer did not come in time, and none has since
+        self._connection = connection
+        self._answered = threading.Condition()
+        self._states: dict[str, str] = {}  # of outputs that were asked about; empty: no answer yet
+
+    def ask(self, output_id: str) -> Callable[[float], str]:
+        """What this returns waits for the answer, until a time of ``time.monotonic()``. Any thread but the one that receives.
+
+        While an earlier answer is overdue nothing is asked: whoever looks into many outputs waits for a packer once.
+        """
+        with self._answered:
+            if self.overdue:
+                return lambda deadline: _NO_ANSWER
+            self._states[output_id] = ""
+        self._connection.post(Describe(output_id))
+        return functools.partial(self._wait, output_id)
+
+    def _wait(self, output_id: str, deadline: float) -> str:
+        with self._answered:
+            timeout_s = max(deadline - time.monotonic(), 0.0)
+            self.overdue = not self._answered.wait_for(lambda: self._states.get(output_id, ""), timeout_s)
+            return self._states.pop(output_id, "") or _NO_ANSWER
+
+    def take_answer(self, message: Described) -> None:
+        """For the thread that receives."""
+        with self._answered:
+            self.overdue = False
+            if message.output in self._states:
+                self._states[message.output] = message.state
+                self._answered.notify_all()
+
+
+class SpareDescriptor:
+    """A descriptor that is held for nothing but its place in this process's table: see Note [A full descriptor table]."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self.take()
+
+    def take(self) -> bool:
+        """Have one, if it may be had. Whether there is one now."""
+        if self._fd < 0:
+            try:
+                self._fd = os.eventfd(0)
+            except OSError:
+                return False
+        return True
+
+    def give(self) -> bool:
+        """Give its place to whatever comes next. False where it was given already."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
 
 
 class Receiver:
@@ -115,27 +201,25 @@ class Receiver:
         """
         if isinstance(message, protocol.MapSegment):
             self._segments.add(message, fds, lost)
-            return None
-        if isinstance(message, protocol.UnmapSegment):
+        elif isinstance(message, protocol.UnmapSegment):
             self._segments.remove(message.segment)
-            return None
-        if isinstance(message, protocol.WorkerGone):
+        elif isinstance(message, protocol.WorkerGone):
             self._on_worker_gone()
-            return None
-        if isinstance(message, protocol.Described):
+        elif isinstance(message, Described):
             self.questions.take_answer(message)
-            return None
-        if isinstance(message, protocol.Refused):
+        elif isinstance(message, protocol.Refused):
             logger.error("the packer refused this engine: %s", message.reason)
-            return None
-        if isinstance(message, OutputComing):
+        elif isinstance(message, OutputComing):
             self._coming[message.leases[0].lease] = self._assembler.assemble(message, fds, lost)
-            return None
-        if isinstance(message, OutputGone):
+        elif isinstance(message, OutputGone):
             if (gone := self._coming.pop(message.lease, None)) is not None:
                 self.leases.forget_leases(gone.leases)
-            return None
-        assert isinstance(message, OutputReady)
+        else:
+            assert isinstance(message, OutputReady)
+            return self._take_ready(message, fds, lost)
+        return None
+
+    def _take_ready(self, message: OutputReady, fds: list[int], lost: DescriptorLost | None) -> Received | None:
         if message.error:
             return Received(message.output, error=message.error) if self._is_first(message.output) else None
         assembled = self._coming.pop(message.leases[0].lease, None) if message.leases else None

@@ -1,15 +1,18 @@
-"""The packer's result_mq as vllm-omni's result pump reads it.
+"""The queues that vllm-omni's result pumps read: a packer's, the late one of step mode, and a worker's own.
 
-The pump asks one thing of a queue: ``dequeue(timeout)``, a message or TimeoutError. It runs on a thread of its own, which is
+A pump asks one thing of a queue: ``dequeue(timeout)``, a message or TimeoutError. It runs on a thread of its own, which is
 thereby the reader of the engine's connection: one wake-up from the packer's send to the request's future.
 """
 
 from __future__ import annotations
 
 import collections
+import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
+from multiprocessing import connection as pipes
 from typing import Any
 
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
@@ -17,17 +20,15 @@ from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
 from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Received
-from worker_shim.engine.delivered import Delivered
-from worker_shim.engine.leases import LeaseBook
-from worker_shim.engine.receiver import Receiver
-from worker_shim.link import Packet
+from worker_shim.engine.receiver import Delivered, Receiver
+from worker_shim.link import Client, Packet
 
 _QUIET_S = 0.05
 _WATCH_S = 0.2
 
 
-class PackerResultQueue:
-    """One packer's queue, across its restarts: the client of its link.
+class PackerResultQueue(Client):
+    """One packer's queue, across its restarts: the client of its link. What waits for a packer given up, the worker sends.
 
     Only the pump thread may call ``dequeue``. Until its first call the link's thread reads: workers load their weights for
     minutes before vllm-omni starts pumps, and a packer may come and go meanwhile.
@@ -52,9 +53,6 @@ class PackerResultQueue:
 
     # -- the link's client ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        pass
-
     def resume(self, connection: Connection) -> Iterable[Packet]:
         receiver = Receiver(connection, self._mac_key, self._delivered, on_worker_gone=self.worker_gone.set)
         with self._changed:
@@ -74,9 +72,6 @@ class PackerResultQueue:
         with self._changed:
             self._receiver = None
 
-    def give_up(self, reason: str) -> None:
-        pass  # the worker sends what waits another way
-
     def _watch(self) -> bool:
         """Read in the pump's stead for a moment; False once there is a pump."""
         with self._watching:
@@ -94,12 +89,6 @@ class PackerResultQueue:
         """The process that serves now; None while none does."""
         receiver = self._receiver
         return receiver.packer_pid if receiver is not None else None
-
-    @property
-    def leases(self) -> LeaseBook | None:
-        """What the present connection has leased; None while there is none."""
-        receiver = self._receiver
-        return receiver.leases if receiver is not None else None
 
     def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
         """The next OUTPUT_READY. TimeoutError where none came in ``timeout`` seconds.
@@ -162,6 +151,35 @@ class PackerResultQueue:
     def close(self) -> None:
         """Let the link's thread end the session. Tensors that are out stay valid."""
         self._ends.put("this side closed")
+
+
+class LateQueue:
+    """The reading end of the pipe through which late messages come in step mode. One thread calls ``dequeue``.
+
+    There vllm-omni has no pump: the engine's thread reads a worker's queue itself, for the reply to each step, and must find
+    nothing else there. So what comes after its reply and not through the packer (an output that falls back, an error) has a
+    pipe of its own, and the steps keep vllm-omni's way, cost included.
+    """
+
+    def __init__(self, reader: pipes.Connection) -> None:
+        self._reader = reader
+        self._ended = False
+
+    def dequeue(self, timeout: float | None = None) -> AsyncDiffusionOutput:
+        """The next message. TimeoutError where none came in ``timeout`` seconds, or where none will come any more."""
+        try:
+            data = self._reader.recv_bytes() if not self._ended and self._reader.poll(timeout) else None
+        except (EOFError, OSError):
+            self._ended, data = True, None  # every worker is gone
+        if data is not None:
+            message: AsyncDiffusionOutput = pickle.loads(data)  # our own workers' pipe
+            return message
+        if self._ended and timeout is not None:
+            time.sleep(timeout)  # do not spin
+        raise TimeoutError
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class OnceQueue:

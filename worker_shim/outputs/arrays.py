@@ -2,7 +2,7 @@
 
 Note [Waiting for the GIL]
 A reader of vLLM's queues polls for a second after each message, on a thread of the same process (in the engine ours sleeps
-between two looks: worker_shim.engine.sleeping_reader). Whoever lets go of the GIL beside a busy thread has to win it back,
+between two looks: worker_shim.engine.pump). Whoever lets go of the GIL beside a busy thread has to win it back,
 which costs a wake-up: up to 0.1 ms on a virtual machine. Nearly every method of a tensor lets go of it (``view`` twice,
 ``detach``, ``is_conj``), and so does the death of a tensor. ``torch.from_numpy``, ``torch.frombuffer`` and all of numpy's
 own views do not, nor does HMAC over less than 2 KiB, unless it is ``hmac.digest``. So tensors over host memory are given

@@ -1,4 +1,4 @@
-"""The synchronous replies of workers: which workers send them, and the outputs that are in one."""
+"""What vllm-omni has of outputs: which workers reply with them, where they are in a synchronous reply, its rules for media."""
 
 from __future__ import annotations
 
@@ -59,3 +59,20 @@ def replace_in_reply(reply: Any, replace: Callable[[DiffusionOutput], DiffusionO
         if isinstance(part, RunnerOutput) and part.result is not None:
             part.result = replace(part.result)
             part.async_output_id = part.result.async_output_id
+
+
+def check_media(output: DiffusionOutput) -> None:
+    """What vllm-omni checks of typed media when it packs or unpacks an output: it does neither with one of ours.
+
+    TypeError or ValueError says what is wrong.
+    """
+    from vllm_omni.diffusion.media import DiffusionMediaOutput
+
+    if output.output is not None:
+        raise ValueError("DiffusionOutput cannot contain both media and legacy output")
+    media = output.media
+    if not isinstance(media, DiffusionMediaOutput):
+        raise TypeError(f"DiffusionOutput.media must be DiffusionMediaOutput, got {type(media).__name__}")
+    media.validate()
+    if not media.prepared_for_transport:
+        raise ValueError("Diffusion media must be prepared before it leaves the worker")

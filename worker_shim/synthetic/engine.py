@@ -25,17 +25,40 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from worker_shim.synthetic import host_plugin
 
 # What a pipeline's mode needs of the engine's configuration: engine(backend, pipeline, **BATCH).
 BATCH: dict[str, Any] = {"max_num_seqs": 4, "request_batch_max_wait_ms": 50.0}
 STEP: dict[str, Any] = {"step_execution": True, "max_num_seqs": 4}
 STREAM: dict[str, Any] = {**STEP, "streaming_output": True}
+_SIZE = {
+    "height": 64,
+    "width": 96,
+    "num_frames": 1,
+    "num_inference_steps": 2,
+}  # of an output, unless another is asked for
+
+# vllm-omni ships no platform for a CPU but loads platforms by entry point, from whatever is on the path. It calls `register`
+# in every process of its own, and takes a platform's qualified name for yes, None for no.
+_HOST_PLUGIN = {
+    "packer_host_platform-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: packer-host-platform\nVersion: 0.1\n",
+    "packer_host_platform-0.1.dist-info/entry_points.txt": (
+        "[vllm_omni.platform_plugins]\npacker_host = packer_host_platform:register\n"
+    ),
+    "packer_host_platform.py": '''\
+"""Written by worker_shim.synthetic.engine: vllm-omni's platform on a machine with no GPU."""
+
+import os
+
+
+def register():
+    wanted = os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+    return "worker_shim.synthetic.host_platform.HostOmniPlatform" if wanted else None
+''',
+}
 
 
 def nvidia_gpus() -> list[str]:
@@ -50,8 +73,9 @@ def nvidia_gpus() -> list[str]:
 def prepare(*paths: Path) -> None:
     """Set the environment in which this process and those it spawns run engines. Call it before anything imports vllm.
 
-    With no NVIDIA GPU, vllm-omni is put on the host platform; with one it is left alone. ``paths`` are put on the module
-    path of all processes, for pipelines outside this package.
+    With no NVIDIA GPU, vllm-omni is put on the host platform; with one it is left alone. Installing this project registers
+    nothing: a GPU machine never meets that platform unless it asks for it. ``paths`` are put on the module path of all
+    processes, for pipelines outside this package.
     """
     multiprocessing.set_start_method("spawn", force=True)
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here has weights; nothing may wait for a hub
@@ -59,7 +83,10 @@ def prepare(*paths: Path) -> None:
     if not nvidia_gpus():
         plugin = tempfile.mkdtemp(prefix="packer-host-platform-")
         atexit.register(shutil.rmtree, plugin, ignore_errors=True)
-        host_plugin.write_plugin(plugin)
+        for name, text in _HOST_PLUGIN.items():
+            path = Path(plugin, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         found.append(plugin)
     root = str(Path(__file__).resolve().parents[2])  # a source checkout; harmless where the package is installed
@@ -86,13 +113,6 @@ class Result:
     def output(self) -> Any:
         return self.outputs[-1]
 
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """vllm-omni's own, `output_ready_wait_time_ms` among them."""
-        if self.error is not None:
-            raise self.error
-        return self.yielded[-1].metrics
-
 
 class RunningEngine:
     """An engine and its event loop's thread. Its methods belong to the test's thread."""
@@ -108,18 +128,8 @@ class RunningEngine:
     def executor(self) -> Any:
         return self.diffusion_engine.executor
 
-    def request(
-        self,
-        *,
-        seed: int,
-        height: int = 64,
-        width: int = 96,
-        num_frames: int = 1,
-        num_inference_steps: int = 2,
-        request_id: str | None = None,
-        **extra_args: Any,
-    ) -> Any:
-        """An OmniDiffusionRequest. extra_args are the pipeline's: dtype="bfloat16", behaviour="dict".
+    def request(self, *, seed: int, request_id: str | None = None, **given: Any) -> Any:
+        """An OmniDiffusionRequest, of a size as in ``_SIZE``. What else is given is the pipeline's: dtype="bfloat16".
 
         A `request_id` must be new to this engine: one used again right after it finished can end vllm-omni's engine
         thread ("Diffusion scheduler lost state"), after which requests hang.
@@ -128,17 +138,11 @@ class RunningEngine:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams, OmniTextPrompt
 
         number = next(self._numbers)
+        size = {name: given.pop(name, default) for name, default in _SIZE.items()}
         return OmniDiffusionRequest(
             prompt=OmniTextPrompt(prompt="a test"),
             request_id=f"request-{number}" if request_id is None else request_id,
-            sampling_params=OmniDiffusionSamplingParams(
-                seed=seed,
-                height=height,
-                width=width,
-                num_frames=num_frames,
-                num_inference_steps=num_inference_steps,
-                extra_args=extra_args,
-            ),
+            sampling_params=OmniDiffusionSamplingParams(seed=seed, extra_args=given, **size),
         )
 
     def submit(self, request: Any) -> Future[Result]:
@@ -148,9 +152,6 @@ class RunningEngine:
     def run(self, requests: Iterable[Any], timeout_s: float = 120) -> dict[str, Result]:
         """Run all of them at once and return their results by request id, failed ones too."""
         return self._start(self._drain_all(list(requests))).result(timeout_s)
-
-    def abort(self, request_id: str) -> None:
-        self.diffusion_engine.abort(request_id)
 
     def close(self) -> None:
         """Shut the engine, its executor and its workers down, then the loop. Results stay the caller's."""
@@ -213,22 +214,5 @@ def engine(backend: str, pipeline: str, **config: Any) -> Iterator[RunningEngine
         "distributed_executor_backend": backend,
         **config,
     }
-    with _undecorated_streams():
-        running = RunningEngine(DiffusionEngine.make_engine(OmniDiffusionConfig(**settings)))
-        try:
-            yield running
-        finally:
-            running.close()
-
-
-@contextmanager
-def _undecorated_streams() -> Iterator[None]:
-    """A worker in this process (`uni`) puts its name before every line of stdout and stderr: undo that at the end."""
-    streams = [sys.stdout, sys.stderr]
-    before = [dict(vars(stream)) for stream in streams]
-    try:
-        yield
-    finally:
-        for stream, attributes in zip(streams, before, strict=True):
-            for name in vars(stream).keys() - attributes.keys():
-                delattr(stream, name)
+    with closing(RunningEngine(DiffusionEngine.make_engine(OmniDiffusionConfig(**settings)))) as running:
+        yield running

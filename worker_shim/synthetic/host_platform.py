@@ -1,4 +1,4 @@
-"""The vllm-omni platform of a machine with no GPU; worker_shim.synthetic.host_plugin registers it.
+"""The vllm-omni platform of a machine with no GPU; worker_shim.synthetic.engine registers it.
 
 vLLM's own CPU platform, with the answers added that vllm-omni's diffusion worker asks of an accelerator: there is one
 device, it is the host, everything on it has already happened, and its memory is the machine's. It imports vllm_omni, so
@@ -38,9 +38,7 @@ class HostOmniPlatform(OmniPlatform, CpuPlatform):
     def synchronize(cls) -> None:
         pass
 
-    @classmethod
-    def empty_cache(cls) -> None:
-        pass
+    empty_cache = synchronize
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
@@ -70,14 +68,4 @@ class HostOmniPlatform(OmniPlatform, CpuPlatform):
     def memory_allocated(cls, device: torch.device | int | None = None) -> int:
         return 0
 
-    @classmethod
-    def memory_reserved(cls, device: torch.device | int | None = None) -> int:
-        return 0
-
-    @classmethod
-    def max_memory_allocated(cls, device: torch.device | None = None) -> int:
-        return 0
-
-    @classmethod
-    def max_memory_reserved(cls, device: torch.device | None = None) -> int:
-        return 0
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated

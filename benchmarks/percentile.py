@@ -1,4 +1,4 @@
-"""The one statistic of the demo and the benchmarks."""
+"""The one statistic of the benchmarks."""
 
 from __future__ import annotations
 
