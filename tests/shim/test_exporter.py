@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from packer_process import DEADLINE_S, MIB, Worker, full_table, running_packer, wait_until
 
 from packer_service.errors import DeviceError, HandshakeError, PackerUnavailable
+from packer_service.memory.ack_page import AckPage
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import Ack, Release
@@ -51,6 +52,7 @@ from worker_shim.outputs.arrays import ArraySpec  # noqa: E402
 from worker_shim.worker.device import Signal  # noqa: E402
 from worker_shim.worker.device_host import HostExportDevice  # noqa: E402
 from worker_shim.worker.exchange import Exchange  # noqa: E402
+from worker_shim.worker.in_flight import State  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -1318,6 +1320,48 @@ def test_an_output_that_cannot_be_staged_does_not_pass_earlier_ones_for_complete
         side.wait_settled("earlier", "later")
         wait_until(lambda: not side.exporter.exchange.pending and side.arena_idle(), "the slots come back")
         assert side.settled == ["earlier", "later"], "nobody counted the one that failed"
+
+
+def test_an_ack_on_the_page_is_not_of_a_withdrawn_output_whose_signal_failed_and_so_came_again(packer, engine):
+    device = Breaking()
+    side = WorkerSide(packer, engine.session, device=device)
+    with contextlib.closing(side.exporter):
+        packer.signal(signal.SIGSTOP)
+        device.broken = True
+        with pytest.raises(RuntimeError, match="broken"):
+            side.exporter.stage([torch.ones(5)], "withdrawn")
+        device.broken = False
+        later = side.send([torch.ones(7)], "later")
+        exchange = side.exporter.exchange
+        assert exchange.pending["withdrawn"].signal.ready == later.signal.ready
+        page = AckPage.attach(os.dup(exchange.ack_page.fd))
+        assert page.put(later.signal.ready)
+        page.close()
+        side.exporter.take_acks()
+        assert side.settled == ["later"]
+        assert list(exchange.pending) == ["withdrawn"], "its slots are free while the packer may read them"
+        packer.signal(signal.SIGCONT)
+        wait_until(lambda: not exchange.pending, "the packer's own answer")
+        assert side.settled == ["later"]
+        engine.output("later")
+
+
+def test_an_output_that_is_lost_and_then_withdrawn_is_nobodys_to_send(tmp_path):
+    device = Failing()
+    with running_packer(tmp_path / "run") as packer, contextlib.closing(EngineSide(packer)) as engine:
+        side = WorkerSide(packer, engine.session, device=device)
+        with contextlib.closing(side.exporter):
+            packer.signal(signal.SIGSTOP)
+            device.stalled, device.why = True, "device-side assert"
+            staged = side.exporter.stage([torch.ones(5)], "output")
+            wait_until(lambda: staged.state is State.LOST, "its device is looked at")
+            side.exporter.withdraw(staged)
+            assert staged.state is State.DROPPED
+            packer.process.kill()
+            packer.wait()
+            side.exporter.exchange.give_up("by hand")
+            assert staged.state is State.SETTLED
+            assert side.handed_back == []
 
 
 def test_memory_the_packer_did_not_let_go_in_time_is_freed_the_next_time(worker):

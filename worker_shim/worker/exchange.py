@@ -203,7 +203,9 @@ class Exchange:
     def _take_page(self) -> None:
         """Find what the ack page says was delivered; ``take_acks`` settles it. The lock is held."""
         if ready := set(self.ack_page.take()):
-            done = [o for o in self.pending.values() if o.signal.ready in ready and o.allows(Event.ACK)]
+            # Not one that was withdrawn: where a signal failed, the next output has the same ``ready``.
+            acked = (State.SUBMITTED, State.LOST)
+            done = [o for o in self.pending.values() if o.signal.ready in ready and o.state in acked]
             for output in done:
                 self._end(output, Event.ACK)
             self._done += done

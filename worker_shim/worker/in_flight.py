@@ -1,23 +1,22 @@
 """One output between ``_return_result`` and its end: what it holds, and its state machine.
 
-                                    FALL_BACK
-      +---------------------------------------------------------------+
-      |                                                               v
-    BESIDE ---EXPORT---+        +------------FALL_BACK---------> FALLING_BACK ---SETTLE--> SETTLED
-      ^                v        |                                  ^    ^                     ^
-    CLONE           EXPORTED ---+--SUBMIT--> SUBMITTED --FALL_BACK-+    |                     |
-      |                ^   | |                  |   |                   |                   SETTLE
-     NEW ----EXPORT----+   | +--------LOSE------+   |                   |                     |
-                           |            |           |                   |                     |
-                       WITHDRAW         v           |                   |                     |
-                           |           LOST --------|----FALL_BACK------+                     |
-                           |            |           |                                         |
-                           |            +----ACK----+------------------------------------>  DONE
-                           v                                                                 ^ ^
-                       WITHDRAWN --LOSE--> DROPPED                                           | |
-                           |                  |                                              | |
-                           +------------------+---------------ACK or FALL_BACK---------------+ |
-     NEW, BESIDE -----WITHDRAW-----------------------------------------------------------------+
+    NEW --CLONE--> BESIDE
+     |               |
+     +----EXPORT-----+
+             v
+         EXPORTED ----SUBMIT----> SUBMITTED
+          |     |                     |
+      WITHDRAW  +--------LOSE---------+
+          v                v
+      WITHDRAWN           LOST
+          |                |
+         LOSE           WITHDRAW
+          +---> DROPPED <--+
+
+    WITHDRAW    leads from NEW and BESIDE to DONE
+    ACK         leads from SUBMITTED, LOST, WITHDRAWN and DROPPED to DONE
+    FALL_BACK   leads from WITHDRAWN and DROPPED to DONE, from BESIDE, EXPORTED, SUBMITTED and LOST to FALLING_BACK
+    SETTLE      leads from DONE and FALLING_BACK to SETTLED
 
 In EXPORTED, SUBMITTED, WITHDRAWN, LOST and DROPPED it is in ``Exchange.pending``: whichever packer is there must be told of it.
 Its memory is its own from NEW on, and is given back in SETTLED, and nowhere before.
@@ -79,6 +78,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WITHDRAWN, Event.ACK): State.DONE,
     (State.WITHDRAWN, Event.LOSE): State.DROPPED,
     (State.WITHDRAWN, Event.FALL_BACK): State.DONE,
+    (State.LOST, Event.WITHDRAW): State.DROPPED,
     (State.LOST, Event.ACK): State.DONE,
     (State.LOST, Event.FALL_BACK): State.FALLING_BACK,
     (State.DROPPED, Event.ACK): State.DONE,
