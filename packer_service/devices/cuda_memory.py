@@ -30,7 +30,7 @@ class ImportedCudaChunk:
         try:
             _, allocated = call(driver.cuMemGetAddressRange, self.pointer)
             if int(allocated) < nbytes:
-                raise DeviceError(f"a chunk announced as {nbytes} bytes has {int(allocated)}")
+                raise DeviceError(f"a chunk that is said to have {nbytes} bytes has {int(allocated)}")
         except BaseException:
             self.close()
             raise

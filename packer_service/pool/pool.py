@@ -154,7 +154,7 @@ class Pool(Segments):
             return self._holds()
 
     def complain(self) -> None:
-        """An output found no room and is handed back: count it, and say who holds what, now and then."""
+        """An output found no room and is declined: count it, and say who holds what, now and then."""
         now = time.monotonic()
         with self._lock:
             self._declined += 1
@@ -163,7 +163,7 @@ class Pool(Segments):
             self._complained_at = now
             count = self._declined
         holders = self._budget.describe_pools()
-        logger.warning("the pool is exhausted, %d outputs were handed back so far: %s", count, holders)
+        logger.warning("the pool is exhausted, %d outputs were declined so far: %s", count, holders)
 
     @property
     def segments(self) -> list[Segment]:

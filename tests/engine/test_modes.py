@@ -93,11 +93,11 @@ def test_one_engine_after_another_is_served_by_the_same_sidecar(sidecar, uni, tm
         monkeypatch.setenv(f"PACKER_{name.upper()}", value)
     with packer_engine() as running:
         assert running.executor.packer_pids == [sidecar.process.pid]
-        hands_back_what_finds_no_room(running, uni)
+        declines_what_finds_no_room(running, uni)
     residue.assert_none()
 
 
-def hands_back_what_finds_no_room(running: RunningEngine, uni: References) -> None:
+def declines_what_finds_no_room(running: RunningEngine, uni: References) -> None:
     """With wait_s = 0 in the packer, at once. Growing makes room too, but not at once: so the pool grows before."""
     images = [{"seed": seed, **IMAGE} for seed in range(8)]
 

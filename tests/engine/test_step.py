@@ -212,7 +212,7 @@ def test_an_error_reaches_exactly_its_request(mode, behaviour, message, request,
 
 
 def test_an_output_the_packer_has_no_room_for_comes_late_and_its_neighbours_through_the_packer(residue, reference):
-    """The pool holds five images: of eight three are handed back, and reach the engine by the pipe of late outputs."""
+    """The pool holds five images: of eight three fall back, and reach the engine by the pipe of late outputs."""
     tight = {"pool_bytes": 16 * MIB, "pool_max_bytes": 16 * MIB, "wait_s": 0.2}
     requests = [{"seed": seed, **IMAGE} for seed in range(8)]
     with packer_engine("StepPipeline", packer=tight, **STEP) as running:

@@ -100,7 +100,7 @@ def test_the_packer_takes_all_the_descriptors_the_system_lets_it_have(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_host_memfds_that_wait_for_a_stalled_device_are_bounded_and_the_rest_is_handed_back(packer, others):
+def test_host_memfds_that_wait_for_a_stalled_device_are_bounded_and_the_rest_is_declined(packer, others):
     with session(packer) as (engine, worker):
         transfer(engine, worker)
         before = count(packer, "fd")
@@ -125,7 +125,7 @@ def test_host_memfds_that_wait_for_a_stalled_device_are_bounded_and_the_rest_is_
         os.close(fd)
 
 
-def test_an_output_whose_memfd_finds_no_room_in_the_packers_table_is_handed_back(packer, others):
+def test_an_output_whose_memfd_finds_no_room_in_the_packers_table_is_declined(packer, others):
     with session(packer) as (engine, worker):
         transfer(engine, worker)
         fd = create_memfd("host", 100)
@@ -144,7 +144,7 @@ def test_an_output_whose_memfd_finds_no_room_in_the_packers_table_is_handed_back
         os.close(fd)
 
 
-def test_a_chunk_whose_memfd_finds_no_room_in_the_packers_table_hands_back_its_outputs_only(packer, others):
+def test_a_chunk_whose_memfd_finds_no_room_in_the_packers_table_declines_its_outputs_only(packer, others):
     with session(packer) as (engine, worker):
         transfer(engine, worker)
         with full_table(packer.process.pid):
@@ -280,7 +280,7 @@ def in_process(device: HostDevice) -> Iterator[tuple[EngineSession, Channel, thr
     "error", [OSError(109, "Too many references"), ProtocolError("an OutputReady of 70000 bytes exceeds")], ids=repr
 )
 @pytest.mark.parametrize("guessed", [False, True], ids=["", "and the engine guesses the lease"])
-def test_an_output_that_cannot_be_published_is_handed_back_and_leaves_nothing(error, guessed):
+def test_an_output_that_cannot_be_published_is_declined_and_leaves_nothing(error, guessed):
     with in_process(HostDevice()) as (engine, worker, thread, arena):
         pool = engine.pool
         engine._channel.error = error

@@ -75,24 +75,24 @@ def test_with_a_leaking_consumer_outputs_take_the_own_path_and_come_back_when_le
             longest = max(longest, time.monotonic() - begin)
             worker.exporter.submit(staged)
         assert longest < 0.4
-        reasons = worker.wait_handed_back(3)
+        reasons = worker.wait_fallen_back(3)
         assert all(
             "in 1 regions (1 of them leases), the oldest for" in reason and "pool_max_bytes" in reason
             for reason in reasons.values()
         )
-        for staged, _ in worker.handed_back:
+        for staged, _ in worker.fallen_back:
             assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
             worker.exporter.release(staged)
-        worker.handed_back.clear()
+        worker.fallen_back.clear()
         packer.wait_log("output full 0 of worker .* is declined")
         del leaked
         engine.wait_no_lease()
         worker.send([torch.ones(FLOATS * 2)], "after")
         engine.output("after")
-        assert worker.handed_back == []
+        assert worker.fallen_back == []
 
 
-def test_what_is_handed_back_passes_vllm_omnis_own_path_unchanged(tmp_path):
+def test_what_falls_back_passes_vllm_omnis_own_path_unchanged(tmp_path):
     """It looks at storages: a scalar, an empty and a small tensor must not be small views of a large one."""
     expected = {
         "image": content(torch.float32, (FLOATS,)),
@@ -108,8 +108,8 @@ def test_what_is_handed_back_passes_vllm_omnis_own_path_unchanged(tmp_path):
         worker.send([torch.ones(FLOATS * 2)], "leaks")
         leaked = engine.output("leaks")
         worker.send(expected, "output")
-        worker.wait_handed_back(1)
-        (staged, _) = worker.handed_back[0]
+        worker.wait_fallen_back(1)
+        (staged, _) = worker.fallen_back[0]
         packed = pack_diffusion_output_shm(DiffusionOutput(output=worker.exporter.rebuild(staged)))
         assert_same(unpack_diffusion_output_shm(packed).output, expected)
         worker.exporter.release(staged)

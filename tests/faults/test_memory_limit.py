@@ -123,7 +123,7 @@ def packer_in(limited: Cgroup, directory: Path, **settings: object) -> Iterator[
 
 
 def outputs_until_one_comes_back(engine: Engine, worker: Worker, nbytes: int) -> tuple[int, str]:
-    """How many outputs were delivered, none of which is released, before one was handed back; and why that was."""
+    """How many outputs were delivered, none of which is released, before one was declined; and why that was."""
     for number in range(100):
         output = f"output {number}"
         worker.export(output, worker.write(bytes(nbytes)))

@@ -92,7 +92,7 @@ class Sides:
         for got, (output_id, output) in zip(self.kept.wait(*expected), expected.items(), strict=True):
             assert_same(got, output, output_id)
         self.worker.wait_settled(*expected)
-        assert self.worker.handed_back == []
+        assert self.worker.fallen_back == []
         assert self.worker.arena_idle()
         assert self.worker.exporter.exchange.pending == {}
         assert [output_id for output_id, all_that_came in self.kept.got.items() if len(all_that_came) != 1] == []

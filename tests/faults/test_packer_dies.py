@@ -71,7 +71,7 @@ def assert_delivered(kept: Kept, worker: WorkerSide, expected: dict[str, object]
     for got, (output_id, output) in zip(kept.wait(*expected), expected.items(), strict=True):
         assert_same(got, output, output_id)
     worker.wait_settled(*expected)
-    assert worker.handed_back == []
+    assert worker.fallen_back == []
     assert worker.arena_idle()
     assert worker.exporter.exchange.pending == {}
 
@@ -244,15 +244,15 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
             kill(kept, signal.SIGKILL)
             # pending and new ones: vllm-omni's own path
             # The text, which waits for no copy, may be on its way to the engine when the packer dies.
-            wait_until(lambda: len(worker.handed_back) + ("1 text" in kept.got) == len(pending), "each goes one way")
-            reasons = worker.wait_handed_back(len(pending) - ("1 text" in kept.got))
+            wait_until(lambda: len(worker.fallen_back) + ("1 text" in kept.got) == len(pending), "each goes one way")
+            reasons = worker.wait_fallen_back(len(pending) - ("1 text" in kept.got))
             assert all("does not come back" in reason for reason in reasons.values())
             buffer = torch.ones(FLOATS)
             worker.send([buffer], "new")
             buffer.fill_(2)  # as the next forward of a pipeline that uses it again
             pending["new"] = [torch.ones(FLOATS)]
-            assert "does not come back" in worker.wait_handed_back(len(reasons) + 1)["new"]
-        for staged, _ in worker.handed_back:
+            assert "does not come back" in worker.wait_fallen_back(len(reasons) + 1)["new"]
+        for staged, _ in worker.fallen_back:
             assert_same(worker.exporter.rebuild(staged), pending[staged.output_id])
             worker.exporter.release(staged)
         assert worker.arena_idle()
@@ -260,7 +260,7 @@ def test_a_packer_that_dies_too_often_is_left_alone_for_a_while_and_said_so_once
         wait_until(lambda: kept.packer_pid not in (None, first, second), "a third packer serves")
         wait_until(lambda: not worker.exporter.broken, "the worker exports again")
         again = some_outputs(50)
-        worker.handed_back.clear()
+        worker.fallen_back.clear()
         for output_id, output in again.items():
             worker.send(output, output_id)
         assert_delivered(kept, worker, again)
@@ -281,11 +281,11 @@ def test_a_packer_that_comes_up_on_another_device_is_killed_and_not_used(faults,
             reason = "came up on another device, while this engine's worker runs on host"
             wait_until(lambda: any("does not come back" in line and reason in line for line in log), "it is said")
             worker.send({"text": "x"}, "for the own path")
-            worker.wait_handed_back(1)
+            worker.wait_fallen_back(1)
             assert kept.packer_pid is None
         wait_until(lambda: kept.packer_pid not in (None, old), "another packer serves")
         wait_until(lambda: not worker.exporter.broken, "the worker exports again")
-        worker.handed_back.clear()
+        worker.fallen_back.clear()
         worker.send({"text": "y"}, "after")
         assert kept.wait("after") == [{"text": "y"}]
     assert len([line for line in log if reason in line]) == 1, log

@@ -104,12 +104,12 @@ def test_a_stopped_sidecar_costs_the_own_path_and_serves_again_when_it_goes_on(t
             assert_delivered(engine, worker, send(worker, "before"))
             packer.signal(signal.SIGSTOP)
             expected = send(worker, "one", "two")
-            reasons = worker.wait_handed_back(2)
+            reasons = worker.wait_fallen_back(2)
             assert all("does not come back" in reason or "hangs" in reason for reason in reasons.values())
-            for staged, _ in worker.handed_back:
+            for staged, _ in worker.fallen_back:
                 assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
                 worker.exporter.release(staged)
-            worker.handed_back.clear()
+            worker.fallen_back.clear()
             packer.signal(signal.SIGCONT)
             wait_until(lambda: engine.packer_pid and not worker.exporter.broken, "both are connected again")
             assert_delivered(engine, worker, send(worker, "after"))
@@ -137,10 +137,10 @@ def test_a_packer_that_goes_on_publishes_nothing_of_memory_that_was_used_again(t
             if when == "in mid-copy":
                 faults.wait_reached("copy")
             packer.signal(signal.SIGSTOP)
-            worker.wait_handed_back(2)
-            for staged, _ in worker.handed_back:
+            worker.wait_fallen_back(2)
+            for staged, _ in worker.fallen_back:
                 worker.exporter.release(staged)  # the worker sent it its own way
-            worker.handed_back.clear()
+            worker.fallen_back.clear()
             # The slots are used again: by hand, because nothing is staged while there is no packer.
             (chunk, _) = next(iter(worker.exporter.placement.arena._chunks.values()))
             chunk.tensor.fill_(0xEE)

@@ -68,20 +68,20 @@ def test_a_packer_that_came_back_different_is_refused_and_outputs_take_the_own_p
                 directory = tmp_path / "other"
                 reason = "the key is not this packer's"
             second = other.enter_context(running_packer(directory, socket=first.socket))
-            (why,) = worker.wait_handed_back(1).values()
+            (why,) = worker.wait_fallen_back(1).values()
             assert reason in why
             wait_until(
                 lambda: any(reason in line and "is tried again every" in line for line in log), "the log says so"
             )
             assert engine.packer_pid is None
             away |= send(worker, "another")
-            worker.wait_handed_back(2)
+            worker.wait_fallen_back(2)
             assert "connected" not in second.log, "it was half-used"
-        for staged, _ in worker.handed_back:
+        for staged, _ in worker.fallen_back:
             assert_same(worker.exporter.rebuild(staged), away.pop(staged.output_id))
             worker.exporter.release(staged)
         assert not away
-        worker.handed_back.clear()
+        worker.fallen_back.clear()
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
         stack.enter_context(running_packer(tmp_path / "run"))
         wait_until(lambda: engine.packer_pid and not worker.exporter.broken, "both are connected again")
@@ -111,8 +111,8 @@ def test_a_packer_that_never_comes_back_hands_everything_over_to_the_own_path(tm
             packer.signal(signal.SIGKILL)
             packer.wait()
             expected = send(worker, "one", "two")
-            assert set(worker.wait_handed_back(2)) == {"one", "two"}
-            for staged, _ in worker.handed_back:
+            assert set(worker.wait_fallen_back(2)) == {"one", "two"}
+            for staged, _ in worker.fallen_back:
                 assert_same(worker.exporter.rebuild(staged), expected[staged.output_id])
                 worker.exporter.release(staged)
             assert worker.arena_idle()
@@ -200,11 +200,11 @@ def test_a_worker_that_waited_in_vain_uses_the_packer_that_comes_later(tmp_path)
         worker = stack.enter_context(working(engine, **given))
         assert any("The worker waited 0." in line and "own path" in line for line in log)
         away = send(worker, "for the own path")
-        worker.wait_handed_back(1)
-        ((staged, _),) = worker.handed_back
+        worker.wait_fallen_back(1)
+        ((staged, _),) = worker.fallen_back
         assert_same(worker.exporter.rebuild(staged), away[staged.output_id])
         worker.exporter.release(staged)
-        worker.handed_back.clear()
+        worker.fallen_back.clear()
         stack.enter_context(running_packer(tmp_path / "run"))
         wait_until(lambda: not worker.exporter.broken, "it is connected")
         assert_delivered(engine, worker, send(worker, "after"))

@@ -168,8 +168,8 @@ def test_when_device_and_packer_are_both_gone_the_outputs_come_back_to_fail_rath
             device.broken = True
             wait_until(lambda: worker.exporter.exchange.pending["output"].state is State.LOST, "it is failed")
             packer.signal(signal.SIGKILL)
-            assert "output" in worker.wait_handed_back(1)
-            (staged, _) = worker.handed_back[0]
+            assert "output" in worker.wait_fallen_back(1)
+            (staged, _) = worker.fallen_back[0]
             assert "CUDA_ERROR_ILLEGAL_ADDRESS" in staged.error
             assert worker.settled == []
             worker.exporter.release(staged)

@@ -29,5 +29,5 @@ def send(worker: WorkerSide, *names: str) -> dict[str, object]:
 def assert_delivered(engine: Kept, worker: WorkerSide, expected: dict[str, object]) -> None:
     assert_same(engine.wait(*expected), list(expected.values()))
     worker.wait_settled(*expected)
-    assert worker.handed_back == []
+    assert worker.fallen_back == []
     assert worker.arena_idle()

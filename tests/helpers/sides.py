@@ -38,7 +38,7 @@ class WorkerSide:
         self, packer: Packer | Kept, session: str, *, device: HostExportDevice | None = None, **given: Any
     ) -> None:
         self.settled: list[str] = []
-        self.handed_back: list[tuple[InFlight, str]] = []
+        self.fallen_back: list[tuple[InFlight, str]] = []
         self.exporter = Exporter(
             Settings.load({**SETTINGS, **given}, {}),
             device or HostExportDevice(),
@@ -47,7 +47,7 @@ class WorkerSide:
             session=session,
             mac_key=MAC_KEY,
             on_settled=self.settled.append,
-            on_fallback=lambda staged, reason: self.handed_back.append((staged, reason)),
+            on_fallback=lambda staged, reason: self.fallen_back.append((staged, reason)),
         )
 
     def send(self, output: object, output_id: str) -> InFlight:
@@ -65,10 +65,10 @@ class WorkerSide:
 
         wait_until(acknowledged, f"acks of {output_ids}, not only {self.settled}")
 
-    def wait_handed_back(self, number: int) -> dict[str, str]:
+    def wait_fallen_back(self, number: int) -> dict[str, str]:
         """Why, by output; everything they held is released, as the worker does after it went another way."""
-        wait_until(lambda: len(self.handed_back) >= number, f"{number} outputs handed back")
-        return {staged.output_id: reason for staged, reason in self.handed_back}
+        wait_until(lambda: len(self.fallen_back) >= number, f"{number} outputs fell back")
+        return {staged.output_id: reason for staged, reason in self.fallen_back}
 
     def arena_idle(self) -> bool:
         self.exporter.take_acks()

@@ -66,7 +66,7 @@ class Link:
 
     def __init__(self, packer: Packer, **settings: Any) -> None:
         self.settled: dict[str, threading.Event] = {}
-        self.handed_back: dict[str, str] = {}
+        self.fallen_back: dict[str, str] = {}
         session = secrets.token_hex(8)
         channel, _ = handshake.connect(packer.socket, packer.key, "engine", session)
         self.receiver = Receiver(Connection(channel, 20.0), MAC_KEY, Delivered())
@@ -83,7 +83,7 @@ class Link:
         )
 
     def _take_back(self, staged: InFlight, reason: str) -> None:
-        self.handed_back[staged.output_id] = reason
+        self.fallen_back[staged.output_id] = reason
         self.settled.setdefault(staged.output_id, threading.Event()).set()
 
     def stage(self, output: object) -> InFlight:
@@ -98,7 +98,7 @@ class Link:
 
     def receive(self) -> Any:
         received = self.receiver.receive(TIMEOUT_S)
-        assert received is not None, f"no output came; handed back: {self.handed_back}"
+        assert received is not None, f"no output came; fell back: {self.fallen_back}"
         assert not received.error, received.error
         return received.output
 
@@ -334,7 +334,7 @@ def test_an_output_larger_than_the_arena_leaves_directly_and_its_memory_comes_ba
         assert same(received["small"], sent[:10])
         (settled,) = link.settled.values()
         assert settled.wait(TIMEOUT_S)
-        assert not link.handed_back
+        assert not link.fallen_back
         del received
         memory = GpuMemory()
         before = memory.in_use()

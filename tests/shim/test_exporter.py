@@ -515,7 +515,7 @@ def test_beside_a_full_overflow_the_output_is_left_to_the_worker_and_later_ones_
             engine.output("fourth")
 
 
-def test_a_clone_that_waited_in_vain_for_a_slot_is_handed_back_whole(small):
+def test_a_clone_that_waited_in_vain_for_a_slot_falls_back_whole(small):
     expected = content(torch.float32, (FLOATS,), 1)
     with contextlib.closing(EngineSide(small)) as engine:
         side = WorkerSide(small, engine.session, arena_max_bytes="2MiB", wait_s=0.05)
@@ -523,7 +523,7 @@ def test_a_clone_that_waited_in_vain_for_a_slot_is_handed_back_whole(small):
             side.exporter.stage([torch.ones(FLOATS * 3 // 2)], "holds the arena")
             late = side.exporter.stage({"image": expected, "small": expected[:3].conj(), "n": np.arange(999)}, "late")
             side.exporter.submit(late)
-            assert "arena_max_bytes" in side.wait_handed_back(1)["late"]
+            assert "arena_max_bytes" in side.wait_fallen_back(1)["late"]
             assert_same(
                 side.exporter.rebuild(late), {"image": expected, "small": expected[:3].clone(), "n": np.arange(999)}
             )
@@ -576,7 +576,7 @@ def test_an_output_larger_than_the_arena_may_become_is_left_to_the_worker_and_ha
     engine.output("next")
 
 
-def test_an_output_the_pool_has_no_room_for_is_handed_back_and_can_be_rebuilt(tmp_path):
+def test_an_output_the_pool_has_no_room_for_falls_back_and_can_be_rebuilt(tmp_path):
     expected = {
         "image": content(torch.bfloat16, (1000, 300)),
         "more": content(torch.int64, (FLOATS,)),
@@ -589,8 +589,8 @@ def test_an_output_the_pool_has_no_room_for_is_handed_back_and_can_be_rebuilt(tm
                 side.send([torch.ones(2 * FLOATS)], "fills the pool")
                 kept = engine.output("fills the pool")
                 side.send(expected, "output")
-                assert "pool_max_bytes" in side.wait_handed_back(1)["output"]
-                staged = side.handed_back[0][0]
+                assert "pool_max_bytes" in side.wait_fallen_back(1)["output"]
+                staged = side.fallen_back[0][0]
                 assert_same(side.exporter.rebuild(staged), expected)
                 side.exporter.release(staged)
                 side.exporter.release(staged)  # idempotent
@@ -1072,7 +1072,7 @@ def test_what_cannot_be_pickled_raises_and_everything_it_held_is_free_again(work
         worker.exporter.submit(staged)
     worker.wait_settled("bad")
     assert worker.arena_idle()
-    assert worker.handed_back == []
+    assert worker.fallen_back == []
     worker.send([torch.ones(3)], "next")
     engine.output("next")  # and nothing came of the bad one
     engine.wait_no_lease()
@@ -1361,7 +1361,7 @@ def test_an_output_that_is_lost_and_then_withdrawn_is_nobodys_to_send(tmp_path):
             packer.wait()
             side.exporter.exchange.give_up("by hand")
             assert staged.state is State.SETTLED
-            assert side.handed_back == []
+            assert side.fallen_back == []
 
 
 def test_memory_the_packer_did_not_let_go_in_time_is_freed_the_next_time(worker):
@@ -1377,7 +1377,7 @@ def test_an_output_released_by_two_threads_at_once_gives_its_slots_back_once(wor
     worker.exporter.exchange.broken = "by hand"
     for one in staged:
         worker.exporter.submit(one)
-    assert len(worker.handed_back) == 200
+    assert len(worker.fallen_back) == 200
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -1391,7 +1391,7 @@ def test_an_output_released_by_two_threads_at_once_gives_its_slots_back_once(wor
     assert not worker.exporter.exchange.pending
 
 
-def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuilt_equal(tmp_path):
+def test_after_the_packer_is_killed_everything_pending_falls_back_and_is_rebuilt_equal(tmp_path):
     expected = {
         "first": {"image": content(torch.float32, (FLOATS,)), "small": content(torch.bool, (5,)), "n": np.arange(9999)},
         "second": [content(torch.complex64, (64, 64)).conj(), "text" * 20_000],
@@ -1407,23 +1407,23 @@ def test_after_the_packer_is_killed_everything_pending_is_handed_back_and_rebuil
         packer.process.kill()
         packer.wait()
         side.exporter.submit(half)
-        reasons = side.wait_handed_back(4)
+        reasons = side.wait_fallen_back(4)
         assert all("does not come back" in reason for reason in reasons.values())
-        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.handed_back}
+        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.fallen_back}
         assert_same(rebuilt.pop("half sent"), [torch.ones(FLOATS)])
         for name, output in expected.items():
             assert_same(rebuilt[name], [output[0].resolve_conj(), output[1]] if name == "second" else output)
-        for staged, _ in side.handed_back:
+        for staged, _ in side.fallen_back:
             side.exporter.release(staged)
         assert side.arena_idle()
         buffer = torch.ones(4 * FLOATS)
         side.send([buffer], "later")
         buffer.fill_(2)  # as the next forward of a pipeline that uses it again
         side.send([torch.ones(3 * FLOATS)], "beside the arena")
-        assert len(side.wait_handed_back(6)) == 6
-        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.handed_back[4:]}
+        assert len(side.wait_fallen_back(6)) == 6
+        rebuilt = {staged.output_id: side.exporter.rebuild(staged) for staged, _ in side.fallen_back[4:]}
         assert_same(rebuilt, {"later": [torch.ones(4 * FLOATS)], "beside the arena": [torch.ones(3 * FLOATS)]})
-        for staged, _ in side.handed_back[4:]:
+        for staged, _ in side.fallen_back[4:]:
             side.exporter.release(staged)
         assert engine.receive(0) is None
         assert engine.broken
@@ -1442,7 +1442,7 @@ def test_what_a_packer_had_acknowledged_is_settled_when_it_is_given_up(tmp_path,
             packer.signal(signal.SIGKILL)
             wait_until(lambda: side.settled == ["output"], "nobody looks for room, and the packer never comes back")
             assert side.exporter.placement.arena.idle
-            assert side.handed_back == []
+            assert side.fallen_back == []
 
 
 def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
@@ -1453,7 +1453,7 @@ def test_a_worker_the_packer_refuses_gets_back_what_it_sent(packer, engine):
         wait_until(lambda: side.exporter.broken, "the exporter hears of it")
         assert "no message allowed here" in side.exporter.broken
         side.exporter.submit(staged)
-        side.wait_handed_back(1)
+        side.wait_fallen_back(1)
         assert_same(side.exporter.rebuild(staged), [torch.ones(FLOATS)])
         side.exporter.release(staged)
 

@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 class Arena:
     """Slots for outputs in flight. The main thread allocates and grows, whoever hears of acks releases; one lock.
 
-    ``announce(number, chunk)`` is called for each new chunk before any of its slots is handed out. A number names a chunk
+    ``map_chunk(number, chunk)`` is called for each new chunk before any of its slots is handed out. A number names a chunk
     for good. ``reclaim()`` is called without the lock where room is short: it releases the slots of delivered outputs.
     """
 
@@ -50,13 +50,13 @@ class Arena:
         device: ExportDevice,
         max_bytes: int,
         step_bytes: int,
-        announce: Callable[[int, Chunk], None],
+        map_chunk: Callable[[int, Chunk], None],
         reclaim: Callable[[], None],
     ) -> None:
         self.max_bytes = max_bytes & -CHUNK_ALIGNMENT
         self._device = device
         self._step_bytes = step_bytes
-        self._announce = announce
+        self._map_chunk = map_chunk
         self._reclaim = reclaim
         # Taken by itself where every output passes: a Condition's own ``with`` is Python.
         self._lock = threading.RLock()
@@ -148,7 +148,7 @@ class Arena:
             logger.warning("the arena stays at %d MiB: %s (setting arena_max_bytes)", self.nbytes >> 20, error)
             return False
         number, self._next_chunk = self._next_chunk, self._next_chunk + 1
-        self._announce(number, chunk)  # without the lock: it takes another
+        self._map_chunk(number, chunk)  # without the lock: it takes another
         with self._lock:
             self._chunks[number] = (chunk, Extents(size))
         logger.info("arena grew by %d MiB to %d MiB", size >> 20, self.nbytes >> 20)

@@ -134,9 +134,9 @@ class Exporter:
         if copies is None:
             self.placement.give_back(output)
             return None
-        announced = self.device.next_signal() if output.pieces else None
-        if announced is not None:
-            output.signal = announced
+        next_signal = self.device.next_signal() if output.pieces else None
+        if next_signal is not None:
+            output.signal = next_signal
             self.exchange.export(output)  # the packer gets ready while the copies below are submitted
         try:
             for tensor, memory, offset in copies:

@@ -74,7 +74,7 @@ class Placement:
         imports: Imports,
         reclaim: Callable[[], None],
     ) -> None:
-        self.arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._announce, reclaim)
+        self.arena = Arena(device, settings.arena_max_bytes, settings.arena_step_bytes, self._map_chunk, reclaim)
         self.overflow_left = settings.overflow_max_bytes
         self._device = device
         self._wait_s = settings.wait_s
@@ -83,7 +83,7 @@ class Placement:
         self._next_import = 1 << 32  # numbers of direct pieces' allocations, beside the arena's chunks
         self._leaving: dict[int, Chunk] = {}  # main thread only: out of the arena, and not yet free
 
-    def _announce(self, number: int, chunk: Chunk) -> None:
+    def _map_chunk(self, number: int, chunk: Chunk) -> None:
         self._imports.map(MapChunk(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
 
     def place(self, output: InFlight, sizes: list[int]) -> list[Copy] | None:
