@@ -1548,10 +1548,16 @@ def result_queue(packer):
     queue = PackerResultQueue(MAC_KEY, Delivered())
     connection = Connection(packer.connect("engine", session), DEADLINE_S)
     queue.resume(connection)
-    with contextlib.closing(connection):
-        side = WorkerSide(packer, session)
-        with contextlib.closing(side.exporter):
-            yield queue, side
+    side = WorkerSide(packer, session)
+    with contextlib.closing(side.exporter):
+        yield queue, side
+    end(queue, connection)
+
+
+def end(queue, connection: Connection) -> None:
+    """As a link does, whose thread lasts as long as the queue reads."""
+    queue.close()
+    queue.read(connection)
 
 
 def test_the_result_queue_gives_output_ready_messages_then_one_empty_one_then_timeouts(result_queue):
@@ -1611,7 +1617,8 @@ def test_the_result_queue_of_a_dead_packer_times_out_and_does_not_spin(tmp_path)
 
     with running_packer(tmp_path / "run") as packer:
         queue = PackerResultQueue(MAC_KEY, Delivered())
-        queue.resume(Connection(packer.connect("engine", "session-1"), DEADLINE_S))
+        connection = Connection(packer.connect("engine", "session-1"), DEADLINE_S)
+        queue.resume(connection)
         packer.process.kill()
         packer.wait()
         before = time.process_time()
@@ -1619,4 +1626,4 @@ def test_the_result_queue_of_a_dead_packer_times_out_and_does_not_spin(tmp_path)
             with pytest.raises(TimeoutError):
                 queue.dequeue(0.2)
         assert time.process_time() - before < 0.3
-        queue.close()
+        end(queue, connection)
