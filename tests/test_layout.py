@@ -90,6 +90,17 @@ def test_the_packer_imports_nothing_of_its_clients():
             assert not theirs & {"torch", "vllm", "vllm_omni", "worker_shim"}, module
 
 
+def test_the_packer_unpickles_nothing_and_evaluates_nothing():
+    for module in MODULES:
+        if is_under(module, {"packer_service"}):
+            loaders = {"pickle", "marshal", "shelve", "multiprocessing", "multiprocess", "dill", "cloudpickle"}
+            assert not imports(module, top_level=False) & loaders, module
+            called = {
+                ast.unparse(n.func) for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, ast.Call)
+            }
+            assert not called & {"eval", "exec", "compile", "__import__"}, module
+
+
 def test_the_clients_import_of_the_packer_what_both_share():
     for module in MODULES:
         if is_under(module, {"worker_shim"}):
