@@ -7,47 +7,58 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 from packer_service.pool.cgroup import memory_left
 
 LEFT_TO_OTHERS = 64 << 20  # of a cgroup's memory: beyond its limit the kernel kills a process of it, and any of them
 
 
+class Taker(Protocol):
+    """A pool, as its budget sees it."""
+
+    keep_bytes: int
+
+    def describe(self) -> str:
+        """Who holds how much of it, and since when. It takes the pool's lock."""
+
+
 class Budget:
-    """Bytes that all pools of a packer may take together. It knows what each pool says of itself, so that any can name all.
+    """Bytes that all pools of a packer may take together. Each is promised its ``keep_bytes``, or an equal part of all where
+    these are more: no other may take the rest of that from the moment it is there. What is taken already stays taken.
 
     Any thread may call. ``_lock`` guards the numbers, and is held for nothing else.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._taken = 0
+        self._taken: dict[Taker, int] = {}
+        self._leaving = 0  # taken by pools that are removed, and on its way back
         self._returning = 0  # of those that are taken: of segments that are being closed
         self._coming = 0  # of those that are taken: of segments whose pages the kernel is giving
-        self._pools: list[Callable[[], str]] = []  # what tells who holds how much of each pool
         self._lock = threading.Lock()
 
-    def add(self, describe: Callable[[], str]) -> None:
-        """A pool more, which ``describe`` tells of. ``remove`` undoes it."""
+    def add(self, pool: Taker) -> None:
+        """A pool more. ``remove`` undoes it."""
         with self._lock:
-            self._pools.append(describe)
+            self._taken[pool] = 0
 
-    def remove(self, describe: Callable[[], str]) -> None:
+    def remove(self, pool: Taker) -> None:
+        """Segments of it may be closed later."""
         with self._lock:
-            self._pools.remove(describe)
+            self._leaving += self._taken.pop(pool)
 
     def describe_pools(self) -> str:
-        """Who holds how much of each pool. Each pool takes its own lock for it: the caller must not hold one."""
+        """Who holds how much of each pool. The caller must hold no pool's lock."""
         with self._lock:
-            pools = list(self._pools)
-        return "; ".join(describe() for describe in pools)
+            pools = list(self._taken)
+        return "; ".join(pool.describe() for pool in pools)
 
-    def take(self, nbytes: int) -> bool:
+    def take(self, pool: Taker, nbytes: int) -> bool:
         with self._lock:
-            if self._taken + nbytes > self.max_bytes:
+            if nbytes > self._left_for(pool):
                 return False
-            self._taken += nbytes
+            self._taken[pool] += nbytes
             self._coming += nbytes
             return True
 
@@ -56,10 +67,10 @@ class Budget:
         with self._lock:
             self._coming -= nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, pool: Taker, nbytes: int) -> None:
         """``nbytes`` that were taken come to nothing."""
         with self._lock:
-            self._taken -= nbytes
+            self._untake(pool, nbytes)
             self._coming -= nbytes
 
     def returning(self, nbytes: int) -> None:
@@ -67,15 +78,38 @@ class Budget:
         with self._lock:
             self._returning += nbytes
 
-    def returned(self, nbytes: int) -> None:
+    def returned(self, pool: Taker, nbytes: int) -> None:
         with self._lock:
             self._returning -= nbytes
-            self._taken -= nbytes
+            self._untake(pool, nbytes)
+
+    def _untake(self, pool: Taker, nbytes: int) -> None:
+        if pool in self._taken:
+            self._taken[pool] -= nbytes
+        else:
+            self._leaving -= nbytes
 
     @property
     def left(self) -> int:
+        """What nobody has taken."""
         with self._lock:
-            return self.max_bytes - self._taken
+            return self._left()
+
+    def _left(self) -> int:
+        return self.max_bytes - sum(self._taken.values()) - self._leaving
+
+    def left_for(self, pool: Taker) -> int:
+        """What this pool may take now: what is left, less what others are promised."""
+        with self._lock:
+            return self._left_for(pool)
+
+    def _left_for(self, pool: Taker) -> int:
+        part = self.max_bytes // len(self._taken)
+        others = ((other, taken) for other, taken in self._taken.items() if other is not pool)
+        promised = sum(max(min(other.keep_bytes, part) - taken, 0) for other, taken in others)
+        # A pool below its own promise is not held up by those of others, which may be more than there is.
+        own = min(pool.keep_bytes, part) - self._taken[pool]
+        return min(self._left(), max(self._left() - promised, own))
 
     @property
     def left_of_cgroup(self) -> float:

@@ -60,7 +60,7 @@ class Segments:
         self.on_trim: Callable[[int], None] = lambda number: None  # told the number of a segment before that leaves
         self._device = device
         self._budget = budget
-        self._keep_bytes = keep_bytes
+        self.keep_bytes = keep_bytes
         self._step_bytes = align(step_bytes)
         self._idle_s = idle_s
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Segments:
         """Have room for ``nbytes`` added; False where the budget or a recent failure forbids it."""
         if self._growing or self._wanted:
             return True
-        if time.monotonic() < self._blocked_until or self._budget.left < align(nbytes):
+        if time.monotonic() < self._blocked_until or self._budget.left_for(self) < align(nbytes):
             return False
         self._wanted = align(nbytes)
         self._work.notify()
@@ -117,8 +117,10 @@ class Segments:
     def grow(self, nbytes: int) -> None:
         """Add one segment of ``nbytes`` now, on the calling thread. Raises what stopped it, with nothing half-made."""
         nbytes = align(nbytes)
-        if not self._budget.take(nbytes):
-            raise PoolExhausted(f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}")
+        if not self._budget.take(self, nbytes):
+            raise PoolExhausted(
+                f"{nbytes} more bytes exceed pool_max_bytes = {self._budget.max_bytes}, less what other engines are promised"
+            )
         try:
             if (left := self._budget.left_of_cgroup) < 0:
                 raise MemoryError(
@@ -130,7 +132,7 @@ class Segments:
                 number, self._next_segment = self._next_segment, self._next_segment + 1
             segment = Segment(self._device, number, nbytes)
         except BaseException:
-            self._budget.give_back(nbytes)
+            self._budget.give_back(self, nbytes)
             raise
         self._budget.populated(nbytes)
         with self._lock:
@@ -154,7 +156,11 @@ class Segments:
     def _close(self, segment: Segment) -> None:
         """Soon. Its bytes are free once that is done: it waits for the forwards that streams wait for."""
         self._budget.returning(segment.memory.nbytes)
-        segment.close(functools.partial(self._budget.returned, segment.memory.nbytes))
+        segment.close(functools.partial(self._budget.returned, self, segment.memory.nbytes))
+
+    def describe(self) -> str:
+        """Who holds how much of this pool, and since when."""
+        raise NotImplementedError
 
     def _label(self) -> str:
         return f" (engine {self.owner})" if self.owner else ""
@@ -189,7 +195,7 @@ class Segments:
     def _grow_by_demand(self, wanted: int) -> None:
         error = ""
         try:
-            room = min(self._step_bytes, self._budget.left, self._budget.left_of_cgroup)
+            room = min(self._step_bytes, self._budget.left_for(self), self._budget.left_of_cgroup)
             self.grow(max(wanted, int(room) & -ALIGNMENT))
         except (DeviceError, MemoryError, OSError, PoolExhausted) as caught:
             error = f"unable to grow ({caught}); see pool_max_bytes and the memory limit of this process's cgroup"
@@ -205,7 +211,7 @@ class Segments:
 
     def _until_surplus(self) -> float | None:
         """Seconds until an idle segment may leave; None where there is nothing to give back."""
-        if self._total_bytes <= self._keep_bytes:
+        if self._total_bytes <= self.keep_bytes:
             return None
         return max(self._last_use + self._idle_s - time.monotonic(), 0.0) or self._idle_s
 
@@ -215,7 +221,7 @@ class Segments:
             return []
         total, surplus = self._total_bytes, []
         for segment in self._segments[::-1]:
-            if segment.extents.idle and total - segment.memory.nbytes >= self._keep_bytes:
+            if segment.extents.idle and total - segment.memory.nbytes >= self.keep_bytes:
                 total -= segment.memory.nbytes
                 self._segments.remove(segment)
                 surplus.append(segment)

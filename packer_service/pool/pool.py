@@ -42,6 +42,16 @@ class Region:
         return self.segment.memory.address + self.offset
 
 
+@dataclass(frozen=True)
+class Usage:
+    """How much of a pool is taken. ``lease_ages_s``: seconds since each leased region was granted, the oldest first."""
+
+    pool_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    lease_ages_s: list[float]
+
+
 class Pool(Segments):
     """Allocates regions and takes them back. Closes when its engine is gone.
 
@@ -58,7 +68,7 @@ class Pool(Segments):
         self._complained_at = -_COMPLAINT_S
         self._refusing = False  # grants nothing more
         self._closed = False
-        budget.add(self.describe)
+        budget.add(self)
 
     def allocate(self, nbytes: int, timeout_s: float = 0.0) -> Region:
         """A region of ``nbytes``, waiting up to ``timeout_s`` for growth or for leases to return. PoolExhausted otherwise.
@@ -148,6 +158,18 @@ class Pool(Segments):
         oldest = next(iter(self._regions.values()))  # granted in this order
         return f"{held}, the oldest for {time.monotonic() - oldest.granted_at:.1f} s"
 
+    def usage(self) -> Usage:
+        with self._lock:
+            regions, leased, total = list(self._regions.values()), set(self._leased), self._total_bytes
+        now = time.monotonic()
+        leases = [region for region in regions if region.number in leased]
+        return Usage(
+            total,
+            sum(region.nbytes for region in regions),
+            sum(region.nbytes for region in leases),
+            [now - region.granted_at for region in leases],
+        )
+
     def describe(self) -> str:
         """Who holds how much of this pool, and since when."""
         with self._lock:
@@ -193,5 +215,5 @@ class Pool(Segments):
         with self._lock:
             self._regions.clear()
             self._leased.clear()
-        self._budget.remove(self.describe)
+        self._budget.remove(self)
         self._device.closer.drain()

@@ -200,6 +200,29 @@ def test_two_pools_share_one_budget_and_a_closed_one_gives_its_part_back(new_poo
     assert budget.left == 4 * MIB
 
 
+def test_no_pool_takes_what_another_is_promised(new_pool):
+    budget = Budget(8 * MIB)
+    one, other = new_pool(budget=budget, ready=0), new_pool(budget=budget, ready=0)
+    for _ in range(3):
+        one.allocate(2 * MIB, DEADLINE_S)
+    with pytest.raises(PoolExhausted):
+        one.allocate(2 * MIB, 0.05)
+    assert budget.left == 2 * MIB
+    assert other.allocate(2 * MIB, DEADLINE_S).nbytes == 2 * MIB
+    one.close()
+    for _ in range(3):
+        other.allocate(2 * MIB, DEADLINE_S)
+
+
+def test_where_there_is_less_than_all_are_promised_each_has_an_equal_part(new_pool):
+    budget = Budget(3 * MIB)
+    pools = [new_pool(budget=budget, ready=0) for _ in range(3)]
+    for pool in pools:
+        assert budget.left_for(pool) == MIB
+        assert pool.allocate(MIB, DEADLINE_S).nbytes == MIB
+    assert budget.left == 0
+
+
 def test_growth_that_the_driver_refuses_leaves_nothing_half_made_and_names_the_reason(new_pool, device):
     pool = new_pool(8 * MIB)
     region = pool.allocate(MIB)
