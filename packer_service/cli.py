@@ -69,6 +69,9 @@ def serve(
         bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")
     ] = False,
     ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
+    restarts: Annotated[
+        int | None, typer.Option("--restarts", hidden=True, help="how often it was started before")
+    ] = None,
 ) -> None:
     """Run a packer on one device until it is told to stop."""
     from packer_service.server import Server
@@ -93,6 +96,7 @@ def serve(
         settings = Settings.load(given)
         writer = log.LogWriter(2)  # sys.stderr is None where this process began without one
         writer.addFilter(log.LogGuard())
+        writer.addFilter(log.last_error)
         logging.basicConfig(
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
@@ -103,7 +107,7 @@ def serve(
                 logging.getLogger(__name__).warning(sentence)
         raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
-        server = Server(settings, settings.read_key(), managed=managed)
+        server = Server(settings, settings.read_key(), managed=managed, restarts=restarts)
         servers.append(server)
     except (PackerError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
         _report(ready_fd, error=str(error))

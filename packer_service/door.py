@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from packer_service.errors import HandshakeError, PackerError, SettingError, SocketTaken
+from packer_service.errors import HandshakeError, NotNow, PackerError, SettingError, SocketTaken
 from packer_service.run_directory import MAX_SOCKET_BYTES
 from packer_service.wire.channel import hang_up, peer_credentials
 
@@ -42,6 +42,7 @@ _BACKLOG = 64
 # Connections that have not proven themselves yet. They take no place of a session: whoever may connect, but has no key,
 # could hold them all.
 MAX_UNPROVEN = 64
+MAX_OPERATORS = 8  # nor do operators, who ask what goes on where every place is taken
 
 
 class Door:
@@ -60,6 +61,7 @@ class Door:
         self._changed = threading.Condition()
         self._unproven: dict[socket.socket, int] = {}  # to the peer's pid, oldest first
         self._proven: set[socket.socket] = set()
+        self._operators: set[socket.socket] = set()
         self._connections = 0  # not forgotten yet, those that were hung up on included
         self._closed = False
         self._complaint = ""  # the last, so that each is said once
@@ -89,7 +91,7 @@ class Door:
     def _enter(self, peer: socket.socket) -> bool:
         """Make room for one more peer that has not proven itself; False where the door closes meanwhile."""
         pid, _ = peer_credentials(peer)
-        bound = self._max_sessions + MAX_UNPROVEN
+        bound = self._max_sessions + MAX_UNPROVEN + MAX_OPERATORS
         if len(self._unproven) >= MAX_UNPROVEN:  # only this thread adds to them
             self._evict()
         with self._changed:
@@ -113,14 +115,17 @@ class Door:
             hang_up(oldest)
         logger.warning("too many connections without a proof, %d of them of pid %d: its oldest is closed", held, pid)
 
-    def admit(self, peer: socket.socket) -> None:
-        """``peer`` has proven itself, and has a place of a session from now on. HandshakeError where there is none."""
+    def admit(self, peer: socket.socket, *, operator: bool = False) -> None:
+        """``peer`` has proven itself, and has a place from now on: a session's, or an operator's. HandshakeError where there is
+        none."""
         with self._changed:
-            if len(self._proven) >= self._max_sessions:
+            if operator and len(self._operators) >= MAX_OPERATORS:
+                raise NotNow(f"{MAX_OPERATORS} operators are connected already")
+            if not operator and len(self._proven) >= self._max_sessions:
                 raise HandshakeError(f"max_sessions = {self._max_sessions} are open: raise it, or end a session")
             if self._unproven.pop(peer, None) is None:
                 raise HandshakeError("this connection was closed: too many came that had not proven themselves")
-            self._proven.add(peer)
+            (self._operators if operator else self._proven).add(peer)
 
     def forget(self, peer: socket.socket) -> None:
         """Close the connection of ``peer``: its place is somebody else's."""
@@ -128,6 +133,7 @@ class Door:
         with self._changed:
             self._unproven.pop(peer, None)
             self._proven.discard(peer)
+            self._operators.discard(peer)
             self._connections -= 1
             self._changed.notify_all()
 
@@ -136,7 +142,7 @@ class Door:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            for peer in (*self._unproven, *self._proven):
+            for peer in (*self._unproven, *self._proven, *self._operators):
                 hang_up(peer)
             listener = self._listener
         listener.close()

@@ -81,6 +81,22 @@ class LogWriter(logging.Handler):
                 self._left_out += 1
 
 
+class LastError(logging.Filter):
+    """Keeps the last error that passed, for whoever asks how this process is. Add it behind ``LogGuard``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: tuple[float, str] | None = None  # seconds since the epoch, and the message
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            self.record = record.created, record.getMessage()
+        return True
+
+
+last_error = LastError()
+
+
 def flush() -> None:
     """Wait a moment until what this process logged is written: for a process that ends without Python's own exit."""
     for handler in logging.getLogger().handlers:

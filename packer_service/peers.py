@@ -20,11 +20,14 @@ from packer_service.pool.budget import Budget
 from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.worker import WorkerSession
+from packer_service.stats import Stats
+from packer_service.status import EngineStatus
 from packer_service.wire.channel import Channel
-from packer_service.wire.protocol import Hello
+from packer_service.wire.protocol import Hello, Leaving, Pause, PauseIs
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.02
 _ENTRY_S = 1.0  # what a worker of an unknown session waits for that session's engine
 
 
@@ -46,6 +49,8 @@ class Peers:
         on_device_failure: Callable[[str], None],
     ) -> None:
         self.refusing = False  # whoever is still in its handshake is not entered any more
+        self.draining = ""  # why whoever comes now is sent away
+        self.stats = Stats()
         self.unfinished = False  # a worker session ended with copies under way
         self.idle_since = time.monotonic()  # if there is no engine
         self._device, self._settings = device, settings
@@ -64,6 +69,8 @@ class Peers:
 
     def check(self, hello: Hello) -> None:
         """HandshakeError where a peer that has proven itself cannot be served all the same; NotNow where that may pass."""
+        if self.draining:
+            raise NotNow(self.draining)
         with self._changed:
             if hello.role == "worker":  # its engine was welcomed, but the thread that enters it may not have got there
                 self._changed.wait_for(lambda: hello.session in self._engines, _ENTRY_S)
@@ -90,6 +97,51 @@ class Peers:
             self._serve_engine(channel, hello)
         else:
             self._serve_worker(channel, hello)
+
+    def status(self) -> list[EngineStatus]:
+        """Of each engine that is connected."""
+        with self._changed:
+            engines = [
+                (engine, [worker for worker in self._workers if worker.engine is engine])
+                for engine in self._engines.values()
+            ]
+        return [_engine_status(engine, workers) for engine, workers in engines]
+
+    @property
+    def in_flight(self) -> int:
+        """Outputs of all workers that have not ended."""
+        with self._changed:
+            workers = list(self._workers)
+        return sum(worker.in_flight for worker in workers)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Host memory of all pools, those included that are being given back."""
+        return self._settings.pool_max_bytes - self._budget.left
+
+    def set_paused(self, paused: bool, session: str, timeout_s: float) -> PauseIs:
+        """Have the workers of the engines whose session begins with ``session`` export nothing more, or export again."""
+        with self._changed:
+            workers = [worker for worker in self._workers if worker.engine.name.startswith(session)]
+        asked = [(worker, worker.pauses_said) for worker in workers]
+        for worker in workers:
+            worker.tell(Pause(paused))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answered = sum(worker.pauses_said > before and worker.paused == paused for worker, before in asked)
+            if answered == len(asked) or time.monotonic() > deadline:
+                return PauseIs(len(asked), answered)
+            time.sleep(_POLL_S)
+
+    def leave(self, reason: str) -> None:
+        """Let nobody new in, and tell all who are here that this packer ends soon."""
+        self.draining = reason
+        with self._changed:
+            engines, workers = list(self._engines.values()), list(self._workers)
+        for engine in engines:
+            engine.tell(Leaving(reason))
+        for worker in workers:
+            worker.tell(Leaving(reason))
 
     def close(self) -> None:
         """Give the spare pool back. Nobody is connected any more."""
@@ -161,7 +213,7 @@ class Peers:
             if engine is None or self.refusing:
                 return
             name = f"{hello.session}/{secrets.token_hex(2)}"
-            packers = self._device, self._settings, self._stopping, self._on_device_failure
+            packers = self._device, self._settings, self._stopping, self.stats, self._on_device_failure
             worker = WorkerSession(name, channel, engine, *packers)
             self._workers.add(worker)
         logger.info("worker %s connected", worker.name)
@@ -173,3 +225,18 @@ class Peers:
                 self.unfinished |= not finished
                 self._workers.discard(worker)
                 self._changed.notify_all()
+
+
+def _engine_status(engine: EngineSession, workers: list[WorkerSession]) -> EngineStatus:
+    usage = engine.pool.usage()
+    return EngineStatus(
+        session=engine.name,
+        pid=engine.pid,
+        workers=len(workers),
+        paused_workers=sum(worker.paused for worker in workers),
+        pool_bytes=usage.pool_bytes,
+        used_bytes=usage.used_bytes,
+        leases=len(usage.lease_ages_s),
+        leased_bytes=usage.leased_bytes,
+        oldest_lease_s=max(usage.lease_ages_s, default=0.0),
+    )

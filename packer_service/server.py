@@ -10,26 +10,33 @@ import gc
 import logging
 import math
 import os
+import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from packer_service import log
+from packer_service import __version__, log, status
 from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
 from packer_service.door import Door, check_path
 from packer_service.errors import PackerError
 from packer_service.peers import Peers
-from packer_service.wire import handshake
-from packer_service.wire.channel import peer_credentials
-from packer_service.wire.protocol import Hello, Welcome
+from packer_service.sessions.operator import OperatorSession
+from packer_service.status import LastError, Status, Times
+from packer_service.wire import handshake, protocol
+from packer_service.wire.channel import Channel, bound_sends, peer_credentials
+from packer_service.wire.protocol import DrainIs, Hello, PauseIs, Welcome
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
 _END_S = 5.0
+_DRAIN_POLL_S = 0.02
+_DRAIN_REPORT_S = 0.5
+_OPERATOR_SEND_S = 5.0  # one that reads no answers holds up nobody but its own thread
 _EXIT_HUNG = 70
 _dying = threading.Lock()  # of the first thread that ends the process, for good
 
@@ -41,8 +48,12 @@ class Server:
     has one thread, and the door bounds their number.
     """
 
-    def __init__(self, settings: Settings, key: bytes, *, managed: bool = False) -> None:
+    def __init__(self, settings: Settings, key: bytes, *, managed: bool = False, restarts: int | None = None) -> None:
         self.settings = settings
+        self.operator_key = secrets.token_bytes(32)
+        """Proves an operator, beside the key. Whoever may read this packer's status board finds it there."""
+        self._restarts = restarts
+        self._started_at = time.time()
         self._uids = settings.uids()
         path = Path(settings.socket)
         check_path(path)  # a packer too many refuses before it takes memory of the device and of the host
@@ -117,6 +128,68 @@ class Server:
         self.device.close()
         return True
 
+    # -- what an operator asks -----------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        peers, stats, settings, device = self._peers, self._peers.stats, self.settings, self.device
+        engines = peers.status()
+        times = {name: Times(p50 * 1e3, p99 * 1e3) for name, (p50, p99) in stats.percentiles_s().items()}
+        error = log.last_error.record
+        return Status(
+            pid=os.getpid(),
+            started_at=self._started_at,
+            version=__version__,
+            protocol=protocol.VERSION,
+            mode="managed" if self._managed else "service",
+            state="stopping" if self._stop_reason else "draining" if peers.draining else "ready",
+            device=settings.device,
+            device_kind=device.kind,
+            device_uuid=device.uuid,
+            device_name=device.name,
+            socket=settings.socket,
+            engines=engines,
+            workers=sum(engine.workers for engine in engines),
+            in_flight=peers.in_flight,
+            published=stats.published,
+            published_bytes=stats.published_bytes,
+            withdrawn=stats.withdrawn,
+            declined={cause.value: count for cause, count in stats.declined.items()},
+            failed={cause.value: count for cause, count in stats.failed.items()},
+            bytes_per_s=stats.bytes_per_s(),
+            wait=times.get("wait"),
+            copy=times.get("copy"),
+            handoff=times.get("handoff"),
+            pool_bytes=peers.pool_bytes,
+            pool_used_bytes=sum(engine.used_bytes for engine in engines),
+            pool_max_bytes=settings.pool_max_bytes,
+            restarts=self._restarts,
+            last_error=None if error is None else LastError(*error),
+        )
+
+    def encoded_status(self) -> bytes:
+        return status.encode(self.status(), protocol.MAX_STATUS_BYTES)
+
+    def set_paused(self, paused: bool, session: str, timeout_s: float) -> PauseIs:
+        """See ``Peers.set_paused``."""
+        answer = self._peers.set_paused(paused, session, timeout_s)
+        what = "no longer exports" if paused else "exports again"
+        logger.info("an operator asked: %d of %d workers said that it %s", answer.answered, answer.asked, what)
+        return answer
+
+    def drain(self, timeout_s: float) -> Iterator[DrainIs]:
+        """Take no more, wait until nothing is in flight, and stop: with the last report ``wait`` returns."""
+        logger.info("an operator asked this packer to take no more and to end, within %g s", timeout_s)
+        self._peers.leave("this packer is being drained: it takes nobody in and ends soon")
+        deadline = time.monotonic() + timeout_s
+        report_at = 0.0
+        while (in_flight := self._peers.in_flight) and (now := time.monotonic()) < deadline:
+            if now >= report_at:
+                report_at = now + _DRAIN_REPORT_S
+                yield DrainIs(in_flight)
+            time.sleep(_DRAIN_POLL_S)
+        yield DrainIs(in_flight, ended=True)
+        self.stop("drained" if not in_flight else f"drained, with {in_flight} outputs unfinished after {timeout_s:g} s")
+
     def _watch(self) -> None:
         """A call to the device that never returns cannot be given up in this process: it ends, to be started again.
 
@@ -162,10 +235,18 @@ class Server:
             pid, uid = peer_credentials(peer)
             try:
                 channel, hello = handshake.accept(
-                    peer, self._key, self._uids, functools.partial(self._admit, peer), self.settings.handshake_timeout_s
+                    peer,
+                    self._key,
+                    self._uids,
+                    functools.partial(self._admit, peer),
+                    self.settings.handshake_timeout_s,
+                    operator_key=self.operator_key,
                 )
             except (PackerError, OSError) as error:
                 logger.warning("a peer was refused: %s (pid %d, uid %d)", error, pid, uid)
+                return
+            if hello.role == "operator":
+                self._serve_operator(peer, channel)
                 return
             with DeviceCall("a call that lets the session of a new %s use the device", hello.role):
                 self.device.bind_thread()
@@ -178,7 +259,13 @@ class Server:
             self._door.forget(peer)
             gc.collect()  # an idle packer collects nothing, and a mapping in a reference cycle would stay
 
+    def _serve_operator(self, peer: socket.socket, channel: Channel) -> None:
+        bound_sends(peer, _OPERATOR_SEND_S)
+        OperatorSession(channel, self).serve()
+
     def _admit(self, peer: socket.socket, hello: Hello, proof: bytes) -> Welcome:
-        self._peers.check(hello)
-        self._door.admit(peer)
+        operator = hello.role == "operator"
+        if not operator:
+            self._peers.check(hello)
+        self._door.admit(peer, operator=operator)
         return Welcome(proof, self.device.kind, self.device.uuid, self.device.name, os.getpid())

@@ -37,6 +37,8 @@ from typing import Any
 import psutil
 
 from packer_service import run_directory
+from packer_service.errors import PackerError
+from packer_service.operator import Operator
 
 TESTS = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -74,9 +76,13 @@ ACTIONS = {
     "packer out of descriptors": 8,
     "worker out of descriptors": 4,
     "engine out of descriptors": 4,
+    "packer asked": 8,
+    "packer drained": 5,
+    "packer paused": 5,
     "worker SIGKILL": 1,
     "engine SIGKILL": 1,
 }
+_BY_AN_OPERATOR = ("asked", "drained", "paused")
 MEAN_PAUSE_S = 0.8
 _ANSWERS = ("correct", "overwritten on the own path", "ended aborted", "errors")
 # What an error says of an output that took vllm-omni's own path, or failed, because a process could open nothing more.
@@ -512,6 +518,7 @@ class _Parent:
         self._restarts: list[float] = []
         self._problems: list[str] = []
         self._sidecar = _Sidecar(self._directory / "sidecar")
+        self._paused = False  # the worker of this era may be
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begin:7.1f} s] {text}", file=sys.stderr, flush=True)
@@ -557,6 +564,7 @@ class _Parent:
                 self.say(f"{name}: {_words(era.counts)}; {_words(self._actions)}")
         if not managed:
             self._sidecar.ensure()
+            self._resume(era, FINISH_S)
         era.finish()
         self._clean_up_after(era, managed)
         self._totals.update(era.counts)
@@ -578,6 +586,10 @@ class _Parent:
             pid = era.packer() if managed else self._sidecar.pid
         else:
             pid = era.worker if whom == "worker" else era.process.pid
+        if what in _BY_AN_OPERATOR:
+            if not managed:
+                self._operate(action, era)
+            return
         if what.startswith("stopped"):
             if _signal(pid, signal.SIGSTOP):
                 self._actions[action] += 1
@@ -612,6 +624,42 @@ class _Parent:
             self._sidecar.packer.process.wait()
             time.sleep(self._rng.uniform(0.0, 1.2) if self._rng.random() < 0.9 else 5.0)
             self._sidecar.ensure()
+
+    def _operate(self, action: str, era: _Era) -> None:
+        """What an operator does to the sidecar, who may be refused or find nobody: its packer may just be starved."""
+        packer = self._sidecar.packer
+        try:
+            with Operator(packer.socket, packer.key) as operator:
+                if action == "packer asked":
+                    operator.status()
+                elif action == "packer paused":
+                    self._paused = True
+                    operator.set_paused(True)
+                    time.sleep(self._rng.uniform(0.1, 1.0))
+                    self._resume(era, 0.0)
+                else:
+                    for _ in operator.drain(self._rng.uniform(0.5, 5.0)):
+                        pass
+                    packer.process.wait(FINISH_S)
+        except (PackerError, OSError) as error:
+            self.say(f"an operator: {error}")
+            return
+        self._actions[action] += 1
+        if action == "packer drained":
+            time.sleep(self._rng.uniform(0.0, 1.2))
+            self._sidecar.ensure()
+
+    def _resume(self, era: _Era, timeout_s: float) -> None:
+        """The worker remembers a pause, whatever becomes of its packer: resume it, or try again later."""
+        limit = time.monotonic() + timeout_s
+        while self._paused and era.process.poll() is None:
+            with contextlib.suppress(PackerError, OSError):
+                with Operator(self._sidecar.packer.socket, self._sidecar.packer.key) as operator:
+                    self._paused = not operator.set_paused(False).answered
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.05)
+        self._paused = self._paused and era.process.poll() is None
 
     def _note_restart(self, era: _Era, killed_at: float, pid: int | None) -> None:
         """How long it took until another packer served; not where there had been too many deaths."""

@@ -218,8 +218,17 @@ class Peer:
             raise PeerClosed(str(error)) from error
 
 
+def _is_meant(data: bytes) -> bool:
+    """Whether an operator's frame happens to say what the packer should do: to drain, or to pause the honest session."""
+    try:
+        message = protocol.from_operator(data)
+    except ProtocolError:
+        return False
+    return isinstance(message, protocol.Drain | protocol.SetPaused)
+
+
 class Live:
-    """Frames to a live packer, one visit after another, each as nobody, as a worker or as an engine."""
+    """Frames to a live packer, one visit after another, each as nobody, a worker, an engine or an operator."""
 
     def __init__(self, packer: Packer, seed: int) -> None:
         self.packer = packer
@@ -237,7 +246,8 @@ class Live:
         """At least so many frames more."""
         until = self.frames + frames
         while self.frames < until:
-            self.rng.choice((self.visit_as_nobody, self.visit_as_worker, self.visit_as_worker, self.visit_as_engine))()
+            visits = self.visit_as_nobody, self.visit_as_worker, self.visit_as_worker, self.visit_as_engine
+            self.rng.choice((*visits, self.visit_as_operator))()
 
     def close(self) -> None:
         self.descriptors.close()
@@ -290,6 +300,33 @@ class Live:
                     self.count("closed")
                     return
                 self.count("answered")
+
+    def visit_as_operator(self) -> None:
+        """Anything but what would end the packer, or pause the honest session."""
+        with contextlib.closing(self.packer.connect("operator", self.rng.randbytes(8).hex())) as channel:
+            operator = Peer(channel)
+            for _ in range(FRAMES_A_VISIT):
+                nobodys = protocol.SetPaused(self.rng.random() < 0.5, "nobody's", self.rng.choice((0.0, 0.01, 86400.0)))
+                data = self.frame(self.rng.choice((protocol.GetStatus(), protocol.Ping(), nobodys)))
+                if _is_meant(data):
+                    data = protocol.encode(nobodys)
+                try:
+                    operator.send(data, self.descriptors.some(self.rng))
+                    operator.send(protocol.encode(protocol.GetStatus()), [])
+                    self.await_status(channel)
+                except PeerClosed:
+                    self.count("closed")
+                    return
+                self.count("answered")
+
+    def await_status(self, channel: Channel) -> None:
+        """The answer to our question; those to the frame before it, where that was a question too, come later or never."""
+        while True:
+            received = channel.receive(DEADLINE_S)
+            assert received is not None, "the packer does not answer an operator"
+            close_fds(received[1])
+            if isinstance(received[0], protocol.StatusIs):
+                return
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[tuple[Peer, Peer]]:

@@ -2,7 +2,7 @@
 
     WAITING ----> CONNECTED      a packer is there, and its client has told it what it must know
     CONNECTED --> WAITING        the connection ended; another is tried, and whoever has something for the packer waits
-    WAITING ----> GIVEN_UP       none was made in restart_wait_s, or the packer went away too often: nobody waits
+    WAITING ----> GIVEN_UP       none was made in restart_wait_s, it went away too often, or was drained: nobody waits
     GIVEN_UP ---> CONNECTED      one was made after all: it is tried every retry_s
     each of them -> CLOSED
 
@@ -101,6 +101,7 @@ class Link:
         self._restart = restart
         self._connection: Connection | None = None
         self._budget = RestartBudget(settings)
+        self._ends_soon = False  # the packer of the present connection said so
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="packer-link", daemon=True)
 
@@ -119,6 +120,10 @@ class Link:
         with self.lock:
             if self._connection is not None:
                 self._connection.post(message, fd)
+
+    def expect_end(self) -> None:
+        """The packer said that it ends soon: when the connection ends, nobody waits for another."""
+        self._ends_soon = True
 
     def open(
         self, arrival: Arrival | None = None, prove: Callable[[Connection, float], None] = lambda *_: None
@@ -189,9 +194,10 @@ class Link:
         while connection is not None:
             reason = self._client.read(connection)
             self._drop(connection)
-            if not self._closing.is_set():
+            patient = not self._ends_soon
+            if not self._closing.is_set() and patient:
                 logger.warning("%s is gone: %s; outputs wait for it to come back", self._name, reason)
-            connection = self._reconnect(reason)
+            connection = self._reconnect(reason, patient=patient)
         with self.lock:
             self._move(LinkState.CLOSED)
 
@@ -206,6 +212,7 @@ class Link:
                 self._move(LinkState.CONNECTED)
                 self.connections += 1
                 self._connection = connection
+                self._ends_soon = False
                 for message, fd in packets:
                     connection.post(message, fd)
         except BaseException:
@@ -222,9 +229,10 @@ class Link:
             self._client.suspend()
         connection.close()
 
-    def _reconnect(self, reason: str) -> Connection | None:
-        """The next connection, however long it takes; None where this side is closing."""
-        retries = Retries(self._budget, self._settings, self._closing, _FIRST_PAUSES_S, self._give_up)
+    def _reconnect(self, reason: str, *, patient: bool = True) -> Connection | None:
+        """The next connection, however long it takes; None where this side is closing. Unless ``patient``, nobody waits."""
+        budget, settings, closing = self._budget, self._settings, self._closing
+        retries = Retries(budget, settings, closing, _FIRST_PAUSES_S, self._give_up, patient=patient)
         while retries.wait(reason):
             before = reason
             timeout_s = self._settings.handshake_timeout_s

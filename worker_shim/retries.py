@@ -80,7 +80,7 @@ class Retries:
     """One packer that was lost, for one thread: ``while retries.wait(why it is not there yet): try it``.
 
     After each of ``first_pauses_s``, then after doubling ones, until ``restart_wait_s`` is over or the budget is spent. Then
-    ``give_up`` is called, once, and it is tried every ``retry_s``.
+    ``give_up`` is called, once, and it is tried every ``retry_s``. With ``patient`` false that is at once.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class Retries:
         closing: threading.Event,
         first_pauses_s: tuple[float, ...],
         give_up: Callable[[str], None],
+        *,
+        patient: bool = True,
     ) -> None:
         self.left_s = settings.restart_wait_s
         """Of ``restart_wait_s``, when the last wait began; inf once it was given up, for then nobody waits."""
@@ -99,7 +101,7 @@ class Retries:
         self._pauses_s = _doubling(first_pauses_s)
         self._give_up = give_up
         self._limit = time.monotonic() + settings.restart_wait_s
-        self._patient = budget.spend()
+        self._patient = patient and budget.spend()
 
     @property
     def given_up(self) -> bool:

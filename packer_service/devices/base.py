@@ -31,7 +31,10 @@ class Timeline(Protocol):
 
 
 class Marker(Protocol):
-    """The end of what was submitted to a stream when it was recorded."""
+    """The end of what was submitted to a stream when it was recorded. ``began``: when ``synchronize`` saw the wait before it
+    end, in seconds of ``time.perf_counter``."""
+
+    began: float
 
     def synchronize(self) -> None:
         """Block, without burning a core, until the stream has passed the marker."""

@@ -60,10 +60,11 @@ class CudaMarker:
         self._started = started
         self._done = done
         self._nbytes = nbytes
+        self.began = 0.0
 
     def synchronize(self) -> None:
         call(driver.cuEventSynchronize, self._started)
-        begin = time.perf_counter()
+        begin = self.began = time.perf_counter()
         expected_s = self._stream.rate.expected_s(self._nbytes)
         slept = expected_s > _SPIN_S
         if slept:

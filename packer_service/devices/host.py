@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 
 from packer_service.devices.base import ImportedChunk, Timeline
@@ -55,11 +56,14 @@ class HostMarker:
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self._calls = calls
+        self.began = 0.0
 
     def synchronize(self) -> None:
         calls, self._calls = self._calls, []
-        for call in calls:
+        for number, call in enumerate(calls):
             call()
+            if number == 0:  # the wait
+                self.began = time.perf_counter()
 
 
 class HostStream:

@@ -17,6 +17,7 @@ from packer_service.sessions.delivery import Delivery
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import UNCOPIED, Event, Output, Outputs, State
+from packer_service.stats import Cause
 from packer_service.wire.protocol import Probe, Skeleton
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Copier:
         except PackerError as error:
             if last:
                 self.check_device()  # a broken context keeps the pool from growing too
-                output.fail(str(error))
+                output.fail(str(error), Cause.NO_ROOM)
                 self._engine.pool.complain()
             return
         # Before it is due, the stream may hold as much as it can.
@@ -109,7 +110,7 @@ class Copier:
                 return
             except DeviceError as error:
                 self.check_device()
-                output.fail(str(error))
+                output.fail(str(error), Cause.DEVICE)
                 output.marker = self._stream.record()  # what was submitted must be past before the regions go back
 
     def _submit(self, output: Output) -> Marker:
@@ -153,6 +154,7 @@ class Copier:
             due = functools.partial(self._pages.is_due, output.export.ready)
             with DeviceCall("the copy of output %s of worker %s", output.id, self._name, due=due):
                 output.marker.synchronize()
+            output.began_at, output.copied_at = output.marker.began, time.perf_counter()
         self._end_copies(output)
 
     def _submit_or_fail(self, output: Output) -> None:
@@ -171,7 +173,7 @@ class Copier:
 
     def _end_copies(self, output: Output, failure: str = "") -> None:
         with self._outputs.lock:
-            output.fail(failure)
+            output.fail(failure, Cause.DEVICE)
             settling = output.on(Event.OVER) is State.SETTLING
         if settling:
             self._delivery.settle(output)

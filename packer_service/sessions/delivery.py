@@ -15,6 +15,7 @@ from packer_service.errors import PeerClosed
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNSUBMITTED, Event, Output, Outputs, State
+from packer_service.stats import Cause, Stats
 from packer_service.wire import protocol
 from packer_service.wire.channel import Outbox, close_fds
 from packer_service.wire.protocol import Ack, ChunkUnmapped, Nack, OutputComing, OutputReady, Probe, Skeleton, Withdraw
@@ -36,10 +37,12 @@ class Delivery:
         imports: Imports,
         pages: WorkerPages,
         outbox: Outbox,
+        stats: Stats,
         disconnect: Callable[[], None],
     ) -> None:
         self._name, self._engine, self._outbox = name, engine, outbox
         self._outputs, self._imports, self._pages = outputs, imports, pages
+        self._stats = stats
         self.disconnect = disconnect
 
     def tell_coming(self, output: Output, skeleton: Skeleton) -> None:
@@ -62,7 +65,7 @@ class Delivery:
         """Of an output that is SETTLING, on the thread that brought it there."""
         self._imports.let_go(output)
         if output.export.pieces and self._pages.completed < output.export.ready:
-            output.fail(INCOMPLETE)  # another connection's session forced the counter
+            output.fail(INCOMPLETE, Cause.WORKER_DIED)  # another connection's session forced the counter
         if self._pages.void:  # see packer_service.memory.timeline
             self._give_back(output)
             self._outputs.end(output)
@@ -90,9 +93,11 @@ class Delivery:
     def _withdraw(self, output: Output, error: str) -> None:
         self._give_back(output)
         if error:
+            self._stats.add_failed(Cause.WORKER_DEVICE if output.failure else Cause.OTHER)
             output.on(Event.FAIL)
             self._engine.publish(OutputReady(output.id, error=error), done=self._and_then(self._withdrawn, output))
         else:
+            self._stats.add_withdrawn()
             self._withdrawn(output, None)
 
     def _withdrawn(self, output: Output, error: Exception | None) -> None:
@@ -116,13 +121,15 @@ class Delivery:
             self._give_back(output)
             self._acknowledge(output)
             self._outputs.end(output)
+            nbytes = sum(piece.nbytes for piece in output.export.pieces)
+            self._stats.add_published(nbytes, output.exported_at, output.began_at, output.copied_at)
             return
         output.regions = self._engine.pool.reclaim(output.regions)
         if isinstance(error, PeerClosed):
             self._give_back(output)
             self._outputs.end(output)
         else:
-            output.fail(f"OUTPUT_READY could not be sent: {error}")
+            output.fail(f"OUTPUT_READY could not be sent: {error}", Cause.SEND)
             self._decline(output)
 
     def _acknowledge(self, output: Output) -> None:
@@ -137,6 +144,7 @@ class Delivery:
         """Tell the worker to send this output another way; where the worker is gone, ``close`` tells the engine."""
         self._give_back(output)
         logger.warning("output %s of worker %s is declined: %s", output.id, self._name, output.failure)
+        self._stats.add_declined(output.cause)
         output.on(Event.DECLINE)
         self._answer(output, Nack(output.id, output.failure[:4000]))
 
@@ -205,12 +213,13 @@ class Delivery:
             left = self._outputs.within((*UNSUBMITTED, State.COPIED, State.DECLINED))
             for output in left:
                 if output.state is not State.DECLINED:
-                    output.failure = _HALF_SENT
+                    output.failure, output.cause = _HALF_SENT, Cause.WORKER_DIED
                 output.on(Event.END)
                 del self._outputs[output.id]
         for output in left:
             self._give_back(output)
             if tell:
+                self._stats.add_failed(output.cause)
                 done = self._and_then(self._log_untold, output)
                 self._engine.tell(OutputReady(output.id, error=output.failure), done=done)
         if tell:

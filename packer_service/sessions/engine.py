@@ -22,6 +22,7 @@ class EngineSession:
 
     def __init__(self, name: str, channel: Channel, pool: Pool, describe: Callable[[str], str]) -> None:
         self.name = name
+        self.pid = channel.peer_pid  # as this process sees it; 0 where that is another pid namespace
         self.pool = pool
         self._describe = describe  # how far an output of any of its workers is
         self._channel = channel

@@ -36,11 +36,13 @@ engine while its output is copied (OUTPUT_COMING): ``coming``. If that does not 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from packer_service.devices.base import Marker
 from packer_service.pool.pool import Region
+from packer_service.stats import Cause
 from packer_service.wire.protocol import Export, Lease, Probe, Skeleton, Withdraw
 
 
@@ -106,6 +108,10 @@ class Output:
     host_fd: int | None = None  # of its skeleton
     coming: int = 0  # the first lease of what the engine was told is coming; 0 where it was not
     failure: str = ""  # why its bytes will never be right
+    cause: Cause = Cause.OTHER  # of the failure, in a word
+    exported_at: float = field(default_factory=time.perf_counter)
+    began_at: float = 0.0  # its copies, as the thread that waits for them saw it
+    copied_at: float = 0.0
 
     def __post_init__(self) -> None:
         queued = State.QUEUED if self.second is None else State.QUEUED_WHOLE
@@ -128,9 +134,10 @@ class Output:
         was_whole, self.second = self.second is not None, message
         return self.state if was_whole else self.on(Event.SECOND)
 
-    def fail(self, reason: str) -> None:
-        """The first reason stays."""
-        self.failure = self.failure or reason
+    def fail(self, reason: str, cause: Cause) -> None:
+        """The first reason stays. None is given where there is none."""
+        if reason and not self.failure:
+            self.failure, self.cause = reason, cause
 
     def leases(self) -> tuple[Lease, ...]:
         """What its regions are to the engine."""

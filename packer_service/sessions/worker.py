@@ -28,6 +28,7 @@ from packer_service.sessions.delivery import INCOMPLETE, Delivery
 from packer_service.sessions.engine import EngineSession, refuse
 from packer_service.sessions.imports import Imports, WorkerPages
 from packer_service.sessions.output import COPYING, UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
+from packer_service.stats import Cause, Stats
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, Outbox, close_fds
 from packer_service.wire.protocol import Export, MapChunk, Ping, Pong, Probe, Skeleton, Withdraw
@@ -58,10 +59,13 @@ class WorkerSession:
         device: Device,
         settings: Settings,
         stopping: threading.Event,
+        stats: Stats,
         on_device_failure: Callable[[str], None],
     ) -> None:
         self.name = name
         self.engine = engine
+        self.paused = False  # as the worker said last; the reader writes it
+        self.pauses_said = 0  # how often it said so
         self._channel = channel
         self._device = device
         self._stopping = stopping  # the packer is: wait for no forward
@@ -71,12 +75,21 @@ class WorkerSession:
         self._pages = WorkerPages(name, device)
         self._imports = Imports(name, device, self._outputs)
         shared = name, engine, self._outputs, self._imports, self._pages
-        self._delivery = Delivery(*shared, self._outbox, self.disconnect)
+        self._delivery = Delivery(*shared, self._outbox, stats, self.disconnect)
         self._copier = Copier(*shared, self._delivery, device, settings.wait_s, on_device_failure)
 
     def disconnect(self) -> None:
         """Have ``serve`` end, from another thread."""
         self._channel.shutdown()
+
+    def tell(self, message: protocol.Message) -> None:
+        """Send what is about no output. On any thread."""
+        self._outbox.send(message)
+
+    @property
+    def in_flight(self) -> int:
+        """Outputs that are here and have not ended."""
+        return len(self._outputs)
 
     def describe(self, output_id: str) -> str:
         """How far an output is; empty where this session does not have it. On any thread."""
@@ -151,6 +164,9 @@ class WorkerSession:
                 self._pages.map_acks(fds)
             case Ping():
                 self._outbox.send(Pong())
+            case protocol.Paused(paused):
+                self.paused = paused
+                self.pauses_said += 1
             case Probe():
                 self._start(Export(_PROBE, message.ready, (message.piece,), message.event), message)
             case _:
@@ -207,7 +223,7 @@ class WorkerSession:
                 refusal = f"{MAX_HOST_MEMFDS} outputs with host arrays wait for their copies already"
             elif fds:
                 output.host_fd = fds.pop()
-            output.fail(refusal)
+            output.fail(refusal, Cause.DESCRIPTORS)
             goes_ahead = message.plain and output.state is State.COPYING
             state = output.state if goes_ahead else output.take_second(message)
         if goes_ahead:
@@ -224,7 +240,7 @@ class WorkerSession:
                 output = self._outputs.get(message.output)
                 if output is None or output.state not in UNSETTLED:
                     return
-                output.fail(message.error or "its worker's device broke")
+                output.fail(message.error or "its worker's device broke", Cause.WORKER_DEVICE)
             else:
                 output = self._awaiting_second(message.output)
             state = output.take_second(message)
@@ -297,7 +313,7 @@ class WorkerSession:
                 incomplete = outputs.incomplete(pages.completed)
                 if pages.dead:
                     for output in incomplete:
-                        output.failure = reason
+                        output.failure, output.cause = reason, Cause.WORKER_DIED
             if pages.dead:
                 self._release_waits()
                 return not void

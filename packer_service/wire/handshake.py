@@ -1,6 +1,6 @@
 """How two processes prove to each other that they know the key, before anything else is said.
 
-packer                    client (an engine or a worker)
+packer                    client (an engine, a worker or an operator)
   |-- Challenge ----------->|
   |<------------- Hello ----|   the client's proof
   |-- Welcome or Refused -->|   the packer's own
@@ -8,6 +8,7 @@ packer                    client (an engine or a worker)
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import socket
@@ -19,6 +20,17 @@ from packer_service.errors import HandshakeError, NotNow, PackerAbsent, PackerUn
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, bound_sends, close_fds, peer_credentials
 from packer_service.wire.protocol import Challenge, Hello, Message, Refused, Welcome
+
+
+def client_proof(key: bytes, challenge: Challenge, role: str, session: str, nonce: bytes) -> bytes:
+    """What a client that knows ``key`` answers to ``challenge``."""
+    fields = (b"client", str(protocol.VERSION).encode(), role.encode(), session.encode(), challenge.nonce, nonce)
+    return hmac.digest(key, b"".join(len(field).to_bytes(2, "big") + field for field in fields), hashlib.sha256)
+
+
+def server_proof(key: bytes, challenge: Challenge, nonce: bytes) -> bytes:
+    """What a packer that knows ``key`` answers to a client's ``nonce``."""
+    return hmac.digest(key, b"server" + nonce + challenge.nonce, hashlib.sha256)
 
 
 def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Message:
@@ -33,12 +45,19 @@ def _expect(channel: Channel, timeout_s: float, *kinds: type[Message]) -> Messag
 
 
 def accept(
-    sock: socket.socket, key: bytes, uids: frozenset[int], admit: Callable[[Hello, bytes], Welcome], timeout_s: float
+    sock: socket.socket,
+    key: bytes,
+    uids: frozenset[int],
+    admit: Callable[[Hello, bytes], Welcome],
+    timeout_s: float,
+    *,
+    operator_key: bytes = b"",
 ) -> tuple[Channel, Hello]:
     """The packer's side of the handshake, on a thread of its own. Closes ``sock`` when it raises.
 
     ``admit`` makes the Welcome from the peer's Hello and our proof, or refuses it with a HandshakeError. A peer that is
-    refused is told why, except one whose uid is not on the list or that does not speak the protocol.
+    refused is told why, except one whose uid is not on the list or that does not speak the protocol. An operator may prove
+    ``operator_key`` in the key's stead, which opens nothing else.
     """
     channel = Channel(sock, protocol.from_client)
     try:
@@ -55,12 +74,13 @@ def accept(
                     f"this packer speaks protocol {protocol.VERSION}, the peer {hello.version}:"
                     " run the same release on both sides"
                 )
-            expected = protocol.client_proof(key, challenge, hello.role, hello.session, hello.nonce)
-            if not hmac.compare_digest(hello.proof, expected):
+            keys = [key, operator_key] if hello.role == "operator" and operator_key else [key]
+            proven = [each for each in keys if _proves(each, challenge, hello)]
+            if not proven:
                 raise HandshakeError(
                     "the key is not this packer's: give both sides the same file in the setting key_file"
                 )
-            welcome = admit(hello, protocol.server_proof(key, challenge, hello.nonce))
+            welcome = admit(hello, server_proof(proven[0], challenge, hello.nonce))
         except HandshakeError as error:
             channel.send(Refused(str(error), isinstance(error, NotNow)))
             raise
@@ -69,8 +89,13 @@ def accept(
     except BaseException:
         channel.close()
         raise
-    channel.decoder = protocol.from_worker if hello.role == "worker" else protocol.from_engine
+    channel.decoder = protocol.from_role[hello.role]
     return channel, hello
+
+
+def _proves(key: bytes, challenge: Challenge, hello: Hello) -> bool:
+    expected = client_proof(key, challenge, hello.role, hello.session, hello.nonce)
+    return hmac.compare_digest(hello.proof, expected)
 
 
 def connect(
@@ -115,7 +140,7 @@ def connect(
                 " run the same release on both sides"
             )
         nonce = os.urandom(32)
-        proof = protocol.client_proof(key, challenge, role, session, nonce)
+        proof = client_proof(key, challenge, role, session, nonce)
         channel.send(Hello(protocol.VERSION, role, session, nonce, proof, device_uuid, os.getpid()))  # type: ignore[arg-type]
         left = max(deadline - time.monotonic(), 0.001)
         bound_sends(sock, left)
@@ -123,7 +148,7 @@ def connect(
         if isinstance(answer, Refused):
             raise (NotNow if answer.for_now else HandshakeError)(f"the packer at {path} refused: {answer.reason}")
         welcome = cast(Welcome, answer)
-        if not hmac.compare_digest(welcome.proof, protocol.server_proof(key, challenge, nonce)):
+        if not hmac.compare_digest(welcome.proof, server_proof(key, challenge, nonce)):
             raise HandshakeError(f"whoever listens at {path} does not know the key")
         bound_sends(sock, hang_s)
     except ProtocolError as error:
@@ -138,5 +163,5 @@ def connect(
     except BaseException:
         channel.close()
         raise
-    channel.decoder = protocol.to_worker if role == "worker" else protocol.to_engine
+    channel.decoder = protocol.to_role[role]
     return channel, welcome

@@ -14,12 +14,18 @@ ever, so that peers of different versions can tell each other so.
       |<------------ Ack or Nack--|-- OutputReady (+fd) -------->|   it is on the host; most acks go to the ack page
       |                           |<------------------ Release --|   when the tensors die
       |-- Ping / Pong ----------->|<----------------- Ping / Pong --|   where nothing else was heard for a while
+      |<----------------- Leaving-|-- Leaving ------------------>|   before it ends, where somebody asked it to
+      |<-- Pause / Paused ------->|                              |   an operator switches it off and on
+
+    operator                    packer      (packer_service.sessions.operator)
+      |-- Hello / Welcome ------->|
+      |-- GetStatus / StatusIs -->|
+      |-- SetPaused / PauseIs --->|   passed on to workers as Pause; answered once they said Paused
+      |-- Drain / DrainIs ------->|   answered now and again, and a last time before the packer ends
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Annotated, Literal
 
 import msgspec
@@ -27,11 +33,12 @@ from msgspec import Meta
 
 from packer_service.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_FDS = 1
 MAX_PIECES = 1024
 MAX_PAYLOAD_BYTES = 32 << 10
+MAX_STATUS_BYTES = 60 << 10
 
 OutputId = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -41,6 +48,7 @@ Handle = Annotated[bytes, Meta(max_length=64)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Count = Annotated[int, Meta(ge=1, le=(1 << 62))]
+Seconds = Annotated[float, Meta(ge=0.0, le=86400.0)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -55,10 +63,10 @@ class Challenge(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The answer: who I am, and the proof. ``session`` is the engine's; its workers join it."""
+    """The answer: who I am, and the proof. ``session`` is the engine's; its workers join it. An operator's names nothing."""
 
     version: int
-    role: Literal["engine", "worker"]
+    role: Literal["engine", "worker", "operator"]
     session: Annotated[str, Meta(min_length=8, max_length=64)]
     nonce: Nonce
     proof: Digest
@@ -279,6 +287,63 @@ class Release(Message, frozen=True):
     leases: Annotated[tuple[Number, ...], Meta(max_length=MAX_PIECES)]
 
 
+class Leaving(Message, frozen=True):
+    """Packer to worker and engine: I end soon and nobody starts me again at once: bring new outputs another way."""
+
+    reason: Text
+
+
+class Pause(Message, frozen=True):
+    """Packer to worker: export nothing more (``paused``), or export again. Answered by ``Paused``."""
+
+    paused: bool
+
+
+class Paused(Message, frozen=True):
+    """Worker to packer: whether an operator paused it. A worker that is paused says so on every new connection."""
+
+    paused: bool
+
+
+class GetStatus(Message, frozen=True):
+    """Operator to packer: how are you? Answered by ``StatusIs``."""
+
+
+class StatusIs(Message, frozen=True):
+    """``packer_service.status.Status`` as JSON."""
+
+    status: Annotated[bytes, Meta(max_length=MAX_STATUS_BYTES)]
+
+
+class SetPaused(Message, frozen=True):
+    """Operator to packer: pause the workers of one engine (whose session begins with ``session``), or of all. Answered by
+    ``PauseIs`` once all of them have answered, or after ``timeout_s``."""
+
+    paused: bool
+    session: Text = ""
+    timeout_s: Seconds = 5.0
+
+
+class PauseIs(Message, frozen=True):
+    """How many workers were asked, and how many of them have answered that it is so."""
+
+    asked: Number
+    answered: Number
+
+
+class Drain(Message, frozen=True):
+    """Operator to packer: take no more, finish what is in flight for up to ``timeout_s``, and exit."""
+
+    timeout_s: Seconds = 30.0
+
+
+class DrainIs(Message, frozen=True):
+    """So many outputs are still in flight. ``ended``: the packer ends now."""
+
+    in_flight: Number
+    ended: bool = False
+
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -309,20 +374,24 @@ class Decoder:
 
 from_client = Decoder(Hello)
 from_server = Decoder(Challenge | Welcome | Refused)
-from_worker = Decoder(MapTimeline | MapAcks | MapChunk | UnmapChunk | Export | Skeleton | Withdraw | Probe | Ping)
-to_worker = Decoder(Ack | Nack | Probed | ChunkUnmapped | Refused | Pong)
+from_worker = Decoder(
+    MapTimeline | MapAcks | MapChunk | UnmapChunk | Export | Skeleton | Withdraw | Probe | Paused | Ping
+)
+to_worker = Decoder(Ack | Nack | Probed | ChunkUnmapped | Leaving | Pause | Refused | Pong)
 from_engine = Decoder(Release | Describe | SegmentLost | Ping)
 to_engine = Decoder(
-    MapSegment | UnmapSegment | OutputComing | OutputGone | OutputReady | WorkerGone | Described | Refused | Pong
+    MapSegment
+    | UnmapSegment
+    | OutputComing
+    | OutputGone
+    | OutputReady
+    | WorkerGone
+    | Described
+    | Leaving
+    | Refused
+    | Pong
 )
-
-
-def client_proof(key: bytes, challenge: Challenge, role: str, session: str, nonce: bytes) -> bytes:
-    """What a client that knows ``key`` answers to ``challenge``."""
-    fields = (b"client", str(VERSION).encode(), role.encode(), session.encode(), challenge.nonce, nonce)
-    return hmac.digest(key, b"".join(len(field).to_bytes(2, "big") + field for field in fields), hashlib.sha256)
-
-
-def server_proof(key: bytes, challenge: Challenge, nonce: bytes) -> bytes:
-    """What a packer that knows ``key`` answers to a client's ``nonce``."""
-    return hmac.digest(key, b"server" + nonce + challenge.nonce, hashlib.sha256)
+from_operator = Decoder(GetStatus | SetPaused | Drain | Ping)
+to_operator = Decoder(StatusIs | PauseIs | DrainIs | Refused | Pong)
+from_role = {"engine": from_engine, "worker": from_worker, "operator": from_operator}
+to_role = {"engine": to_engine, "worker": to_worker, "operator": to_operator}

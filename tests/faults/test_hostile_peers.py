@@ -43,7 +43,8 @@ from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.imports import MAX_CHUNKS
 from packer_service.sessions.worker import MAX_HOST_MEMFDS, WorkerSession
-from packer_service.wire import protocol
+from packer_service.stats import Stats
+from packer_service.wire import handshake, protocol
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import (
     Ack,
@@ -268,7 +269,9 @@ def in_process(device: HostDevice) -> Iterator[tuple[EngineSession, Channel, thr
         contextlib.closing(SharedMemory.create("arena", 4096)) as arena,
     ):
         channel = Channel(theirs, protocol.from_worker)
-        served = WorkerSession("worker", channel, engine, device, Settings(), threading.Event(), lambda reason: None)
+        served = WorkerSession(
+            "worker", channel, engine, device, Settings(), threading.Event(), Stats(), lambda reason: None
+        )
         thread = threading.Thread(target=served.serve, daemon=True)
         thread.start()
         worker.send(MapTimeline(), arena.fd)
@@ -317,7 +320,9 @@ def test_a_worker_for_whom_no_thread_can_be_had_leaves_its_stream_to_others(monk
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.closing(ours):
         channel = Channel(theirs, protocol.from_worker)
-        served = WorkerSession("worker", channel, None, device, Settings(), threading.Event(), lambda reason: None)
+        served = WorkerSession(
+            "worker", channel, None, device, Settings(), threading.Event(), Stats(), lambda reason: None
+        )
         start = threading.Thread.start
 
         def fail(thread):
@@ -418,7 +423,7 @@ def test_two_engines_that_open_one_session_at_the_same_moment_leave_nothing_behi
                 sock.connect(packer.socket)
                 channel = Channel(sock, protocol.from_server)
                 challenge, _ = channel.receive(DEADLINE_S)
-                proof = protocol.client_proof(packer.key, challenge, "engine", name, bytes(32))
+                proof = handshake.client_proof(packer.key, challenge, "engine", name, bytes(32))
                 twins.append((channel, protocol.Hello(protocol.VERSION, "engine", name, bytes(32), proof)))
             for channel, hello in twins:
                 channel.send(hello)
@@ -482,7 +487,7 @@ def test_a_process_that_floods_the_packer_closes_its_own_connections_only(patien
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flood:
             assert flood.stdout.readline() == b"flooded\n"
             patient.wait_log(f"of pid {flood.pid}: its oldest is closed")
-            proof = protocol.client_proof(patient.key, challenge, "engine", "slow-session", bytes(32))
+            proof = handshake.client_proof(patient.key, challenge, "engine", "slow-session", bytes(32))
             slow.send(protocol.Hello(protocol.VERSION, "engine", "slow-session", bytes(32), proof))
             assert isinstance(slow.receive(DEADLINE_S)[0], protocol.Welcome)
             with session(patient) as (engine, worker):

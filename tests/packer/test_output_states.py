@@ -29,6 +29,7 @@ from packer_service.pool.pool import Pool
 from packer_service.sessions.engine import EngineSession
 from packer_service.sessions.output import COPYING, TRANSITIONS, Event, Output, State
 from packer_service.sessions.worker import WorkerSession
+from packer_service.stats import Stats
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, close_fds
 from packer_service.wire.protocol import (
@@ -157,6 +158,7 @@ class Life:
             self.device,
             Settings(wait_s=0.01),
             threading.Event(),
+            Stats(),
             self.defects.append,
         )
         self.thread = self._run(self.session.serve)

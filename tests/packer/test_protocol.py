@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wire_messages import DIGEST, MESSAGES, NONCE
 
 from packer_service.errors import ProtocolError
-from packer_service.wire import protocol
+from packer_service.wire import handshake, protocol
 from packer_service.wire.protocol import (
     Body,
     Challenge,
@@ -143,15 +143,15 @@ def test_a_newer_peer_that_appended_fields_can_still_be_told_its_version():
 def test_a_proof_depends_on_everything_it_vouches_for():
     key, challenge = bytes(32), Challenge(1, NONCE)
     proofs = [
-        protocol.client_proof(key, challenge, "worker", "session-1", NONCE),
-        protocol.client_proof(b"another key", challenge, "worker", "session-1", NONCE),
-        protocol.client_proof(key, Challenge(1, DIGEST), "worker", "session-1", NONCE),
-        protocol.client_proof(key, challenge, "engine", "session-1", NONCE),
-        protocol.client_proof(key, challenge, "worker", "session-2", NONCE),
-        protocol.client_proof(key, challenge, "worker", "session-1", DIGEST),
-        protocol.server_proof(key, challenge, NONCE),
-        protocol.server_proof(key, challenge, DIGEST),
-        protocol.server_proof(b"another key", challenge, NONCE),
-        protocol.server_proof(key, Challenge(1, DIGEST), NONCE),
+        handshake.client_proof(key, challenge, "worker", "session-1", NONCE),
+        handshake.client_proof(b"another key", challenge, "worker", "session-1", NONCE),
+        handshake.client_proof(key, Challenge(1, DIGEST), "worker", "session-1", NONCE),
+        handshake.client_proof(key, challenge, "engine", "session-1", NONCE),
+        handshake.client_proof(key, challenge, "worker", "session-2", NONCE),
+        handshake.client_proof(key, challenge, "worker", "session-1", DIGEST),
+        handshake.server_proof(key, challenge, NONCE),
+        handshake.server_proof(key, challenge, DIGEST),
+        handshake.server_proof(b"another key", challenge, NONCE),
+        handshake.server_proof(key, Challenge(1, DIGEST), NONCE),
     ]
     assert len(set(proofs)) == len(proofs)

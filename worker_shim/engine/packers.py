@@ -53,6 +53,7 @@ class PackerKeeper:
         self._settings = settings
         self._device_uuid = ""  # of the first connection
         self._link = Link(self._connect, self.queue, settings, name=f"the packer at {socket}", restart=restart)
+        self.queue.on_leaving = self._link.expect_end
         self._link.open(arrival)
         self._link.start()
 

@@ -128,6 +128,7 @@ class Receiver:
         delivered: Delivered,
         *,
         on_worker_gone: Callable[[], None] = lambda: None,
+        on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self._segments = Segments(connection)
         self.leases = LeaseBook(connection, self._segments)
@@ -135,7 +136,7 @@ class Receiver:
         self.broken = ""  # why nothing more will come
         self.packer_pid = connection.packer_pid
         self._connection = connection
-        self._on_worker_gone = on_worker_gone
+        self._on_worker_gone, self._on_leaving = on_worker_gone, on_leaving
         self._assembler = Assembler(mac_key, self._segments, self.leases)
         self._delivered = delivered
         # Outputs that are coming, by their first lease, a number never used twice: bytes not there yet, leases not ours.
@@ -205,6 +206,9 @@ class Receiver:
             self._segments.remove(message.segment)
         elif isinstance(message, protocol.WorkerGone):
             self._on_worker_gone()
+        elif isinstance(message, protocol.Leaving):
+            logger.info("packer %d ends soon: %s", self.packer_pid, message.reason)
+            self._on_leaving()
         elif isinstance(message, Described):
             self.questions.take_answer(message)
         elif isinstance(message, protocol.Refused):

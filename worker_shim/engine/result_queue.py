@@ -39,6 +39,7 @@ class PackerResultQueue(Client):
     def __init__(self, mac_key: bytes, delivered: Delivered) -> None:
         self.worker_gone = threading.Event()  # the packer is done with a worker that died
         self.outputs = 0  # that came, errors included; written by the pump thread
+        self.on_leaving: Callable[[], None] = lambda: None  # the packer said that it ends soon
         self._mac_key = mac_key
         self._delivered = delivered
         self._changed = threading.Condition()
@@ -54,7 +55,8 @@ class PackerResultQueue(Client):
     # -- the link's client ---------------------------------------------------------------------------------------------
 
     def resume(self, connection: Connection) -> Iterable[Packet]:
-        receiver = Receiver(connection, self._mac_key, self._delivered, on_worker_gone=self.worker_gone.set)
+        callbacks = {"on_worker_gone": self.worker_gone.set, "on_leaving": self.on_leaving}
+        receiver = Receiver(connection, self._mac_key, self._delivered, **callbacks)
         with self._changed:
             self.worker_gone.clear()  # a worker that lives has connected anew
             self._receiver = self._opened = receiver

@@ -51,6 +51,7 @@ class ManagedPacker:
     socket: str
     process: subprocess.Popen[bytes] | None = None
     device_uuid: str = ""  # of the first start
+    restarts: int = 0
 
 
 class Supervisor:
@@ -84,6 +85,7 @@ class Supervisor:
         """The same for one that died or hangs; what is left of its process is killed first."""
         if packer.process is not None:
             _end(packer.process, 0.0)
+        packer.restarts += 1
         self._run(packer)
 
     def _run(self, packer: ManagedPacker) -> None:
@@ -137,6 +139,7 @@ class Supervisor:
     def _spawn(self, packer: ManagedPacker, ready_fd: int) -> subprocess.Popen[bytes]:
         given = {name: getattr(self._settings, name) for name in PACKER_SETTINGS}
         given |= {"socket": packer.socket, "key_file": _KEY_FILE, "device": packer.device}
+        given |= {"ready_fd": ready_fd, "restarts": packer.restarts}
         options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         try:
             self._directory.remake()
@@ -150,7 +153,15 @@ class Supervisor:
             os.write(key_writer, self.key)
             os.close(key_writer)
             return subprocess.Popen(
-                [_python(), _PROGRAM, "serve", "--managed", f"--ready-fd={ready_fd}", *options],
+                [
+                    _python(),
+                    _PROGRAM,
+                    "serve",
+                    "--managed",
+                    f"--ready-fd={ready_fd}",
+                    f"--restarts={packer.restarts}",
+                    *options,
+                ],
                 env=self._environ,
                 pass_fds=[ready_fd],
                 stdin=key_reader,

@@ -20,7 +20,7 @@ from packer_service.config import Settings
 from packer_service.memory.ack_page import AckPage
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel
-from packer_service.wire.protocol import MapAcks, MapTimeline, Message
+from packer_service.wire.protocol import MapAcks, MapTimeline, Message, Paused
 from worker_shim.connection import Connection, read_until_end
 from worker_shim.link import Link, Packet
 from worker_shim.log import get_logger
@@ -53,6 +53,8 @@ class Exchange:
         on_fallback: OnFallback,
     ) -> None:
         self.broken = ""  # why no output can be exported: what is staged falls back
+        self._leaving = ""  # what a packer said that ends soon
+        self._paused = False  # by an operator
         self.pending: dict[str, InFlight] = {}  # what a packer must be told of, in the order of its export
         self.ack_page = AckPage.create()  # this connection's
         self.link = Link(connect, self, settings, name=name)
@@ -61,6 +63,11 @@ class Exchange:
         self._settle = settle
         self._on_fallback = on_fallback
         self._done: list[InFlight] = []  # by the ack page, and to be settled
+
+    @property
+    def diverted(self) -> str:
+        """Why no new output should be exported although a packer is there; empty where one should."""
+        return "an operator paused it (packer-service resume)" if self._paused else self._leaving
 
     # -- main thread and export thread ---------------------------------------------------------------------------------
 
@@ -132,12 +139,14 @@ class Exchange:
 
     def resume(self, connection: Connection) -> list[Packet]:
         page = AckPage.create()  # first: it may raise
-        self.broken = ""
+        self.broken = self._leaving = ""
         self._take_page()
         self.ack_page.close()
         self.ack_page = page
         timeline = self._device.timeline
         packets: list[Packet] = [(MapTimeline(timeline.generation), timeline.fd), (MapAcks(), page.fd)]
+        if self._paused:
+            packets.append((Paused(True), None))
         packets += self.imports.packets()
         for output in self.pending.values():
             packets += output.packets()
@@ -168,6 +177,13 @@ class Exchange:
                 self._take_answer(output_id, Event.FALL_BACK, reason)
             case protocol.ChunkUnmapped(number):
                 self.imports.closed(number)
+            case protocol.Leaving(reason):
+                self._leaving = reason
+                self.link.expect_end()
+            case protocol.Pause(paused):
+                self._paused = paused
+                logger.info("outputs %s: an operator asked", "take vllm-omni's own path" if paused else "go through it")
+                self.link.post(Paused(paused))
 
     def _take_answer(self, output_id: str, event: Event, reason: str) -> None:
         """One that comes late, or twice, finds nothing that waits for it."""

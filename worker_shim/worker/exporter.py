@@ -109,8 +109,8 @@ class Exporter:
 
     @property
     def broken(self) -> str:
-        """Why no output can be exported at present; empty where one can."""
-        return self.exchange.broken
+        """Why no output is exported at present; empty where one is."""
+        return self.exchange.broken or self.exchange.diverted
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
@@ -125,9 +125,12 @@ class Exporter:
         if len(sizes) > protocol.MAX_PIECES:
             logger.warning("output %s has %d large arrays, more than %d", output_id, len(sizes), protocol.MAX_PIECES)
             return None
+        aside = bool(self.exchange.diverted)  # the packer is there and must not hear of it
+        if aside and not sizes:
+            return None
         output = InFlight(output_id, content, list(zip(tensors, places, strict=True)), plain, yielding)
         try:
-            copies = self.placement.place(output, sizes)
+            copies = self.placement.place(output, sizes, aside=aside)
         except torch.OutOfMemoryError as error:
             logger.warning("output %s finds no device memory to wait in: %s", output_id, error)
             copies = None

@@ -86,14 +86,15 @@ class Placement:
     def _map_chunk(self, number: int, chunk: Chunk) -> None:
         self._imports.map(MapChunk(number, chunk.tensor.numel(), chunk.handle), chunk.fd)
 
-    def place(self, output: InFlight, sizes: list[int]) -> list[Copy] | None:
+    def place(self, output: InFlight, sizes: list[int], *, aside: bool) -> list[Copy] | None:
         """Find memory for pieces of these ``sizes``, one of the three ways of Note [Held until the ack].
 
-        Returns what has yet to be copied where; None where no way is open, and a log says why.
+        ``aside``: only beside the arena, as where that is full. Returns what has yet to be copied where; None where no way is
+        open, and a log says why.
         """
         if sum(map(align, sizes)) > self.arena.max_bytes:
-            return self._place_directly(output, sizes)
-        slots = self.arena.allocate(sizes)
+            return None if aside else self._place_directly(output, sizes)
+        slots = None if aside else self.arena.allocate(sizes)
         if slots is not None:
             output.slots = slots
             output.pieces = tuple(map(piece_of, slots))
