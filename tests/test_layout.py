@@ -27,6 +27,11 @@ SHARED = (
 # And what one module alone takes besides: it starts packers.
 SHARED_WITH = {"worker_shim.engine.supervisor": ("packer_service", "packer_service.run_directory")}
 OPTIONAL = {"cuda"}  # extras of packer_service: imported where a GPU is to be used
+MODULE_OF = {  # packages that are not named like the module that they install
+    "prometheus-client": "prometheus_client",
+    "shared-memory-dict": "shared_memory_dict",
+    "tomli": "tomllib",
+}
 
 
 def name_of(path: Path) -> str:
@@ -124,5 +129,6 @@ def test_the_base_dependencies_are_what_the_packer_imports():
         if is_under(module, {"packer_service"})
         for other in imports(module, top_level=False)
     }
-    imported -= {*sys.stdlib_module_names, "packer_service", *OPTIONAL}
-    assert set(re.findall(r'"([\w-]+)', listed[1])) == imported
+    imported -= {*sys.stdlib_module_names, "packer_service", *OPTIONAL} - {"tomllib"}
+    packages = re.findall(r'"([\w-]+)', listed[1])
+    assert {MODULE_OF.get(package, package) for package in packages} - {"tomllib"} == imported - {"tomllib", "tomli"}

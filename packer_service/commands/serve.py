@@ -1,0 +1,89 @@
+"""``serve``: a packer's process. Its signals, its log and its exit code are settled here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from typing import Annotated
+
+import typer
+
+from packer_service import log, run_directory
+from packer_service.commands.options import with_settings
+from packer_service.config import PACKER_SETTINGS, Settings, near_misses
+from packer_service.descriptors import raise_descriptor_limit
+from packer_service.errors import PackerError
+
+
+@with_settings(PACKER_SETTINGS)
+def serve(
+    given: dict[str, str],
+    managed: Annotated[
+        bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")
+    ] = False,
+    ready_fd: Annotated[int, typer.Option("--ready-fd", help="write one JSON line here when ready, or why not")] = -1,
+    restarts: Annotated[
+        int | None, typer.Option("--restarts", hidden=True, help="how often it was started before")
+    ] = None,
+) -> None:
+    """Run a packer on one device until it is told to stop."""
+    from packer_service.server import Server
+
+    # These signals are blocked in every thread, and one thread waits for them. A handler would run in the middle of what
+    # the main thread does, perhaps while that holds a lock of the server, and a wake-up could be lost.
+    signals = {signal.SIGTERM} if managed else {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if managed:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    servers: list[Server] = []  # the server, as soon as it can be told to stop
+
+    def stop_on_signal() -> None:
+        reason = signal.Signals(signal.sigwait(signals)).name
+        if not servers:  # it is still taking memory, which goes with the process
+            logging.getLogger(__name__).info("packer stops before it was ready: %s", reason)
+            log.flush()
+            os._exit(0)
+        servers[0].stop(reason)
+
+    try:
+        settings = Settings.load(given)
+        writer = log.LogWriter(2)  # sys.stderr is None where this process began without one
+        writer.addFilter(log.LogGuard())
+        writer.addFilter(log.last_error)
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format=f"%(asctime)s %(levelname)s packer[{os.getpid()} {settings.device}] %(message)s",
+            handlers=[writer],
+        )
+        if not managed:  # the environment of a managed one is its engine's, and the engine looks at it
+            for sentence in near_misses(os.environ):
+                logging.getLogger(__name__).warning(sentence)
+        raise_descriptor_limit()
+        threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
+        server = Server(settings, settings.read_key(), managed=managed, restarts=restarts)
+        servers.append(server)
+    except (PackerError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
+        _report(ready_fd, error=str(error))
+        raise SystemExit(f"packer-service serve: {error}") from error
+    directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
+    server.start()
+    _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
+    reason = server.wait()
+    logging.getLogger(__name__).info("packer stops: %s", reason)
+    finished = server.close()
+    if directory is not None:
+        directory.release()  # where its engine was killed, the last of its packers removes what that made
+    if not finished:
+        log.flush()
+        os._exit(0)
+
+
+def _report(ready_fd: int, **fields: object) -> None:
+    log.flush()  # so that whoever waits for the report finds in the log what came before it
+    if ready_fd >= 0:
+        os.set_inheritable(ready_fd, False)  # it stays open for a moment after whoever waits has read the report
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps(fields) + "\n")
