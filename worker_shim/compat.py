@@ -7,6 +7,7 @@ setting ``compatibility`` says otherwise.
 
     python -m worker_shim.compat      # writes worker_shim/digests.py anew, of the vllm-omni that is installed: after reading
                                       # what changed in the functions it names, and after the tests have passed
+    python -m worker_shim.compat --check      # prints what was found, as one line of JSON (`packer-service doctor` reads it)
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import json
+import sys
 import textwrap
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_shim.digests import DIGESTS
+from worker_shim.digests import DIGESTS, TESTED
 
 SUPPORTED = ("0.30",)  # vllm-omni's releases, major.minor
 
@@ -206,4 +209,7 @@ def _write() -> None:
 
 
 if __name__ == "__main__":
-    _write()
+    if sys.argv[1:] == ["--check"]:
+        print(json.dumps({**asdict(check()), "tested": TESTED}))
+    else:
+        _write()

@@ -55,6 +55,27 @@ def memory_left() -> int | None:
     return min((group.limit - _used(group) for group in _limited()), default=None)
 
 
+class Usage(NamedTuple):
+    """One cgroup that has a limit: how many bytes it allows and uses, and how many of these are pages that count as free."""
+
+    folder: Path
+    limit: int
+    usage: int
+    clean: int
+
+
+def usages() -> list[Usage]:
+    """Of each cgroup of ours that has a limit."""
+    return [Usage(group.folder, group.limit, usage, usage - _used(group)) for group, usage in _with_usage()]
+
+
+def _with_usage() -> Iterator[tuple[_Group, int]]:
+    for group in _limited():
+        text = _read(group.folder / group.files.usage).strip()
+        if text.isdecimal():
+            yield group, int(text)
+
+
 def _limited() -> Iterator[_Group]:
     """The cgroups that this process is in, and those above them, which have a limit."""
     for line in _read(_OWN).splitlines():
