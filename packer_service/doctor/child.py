@@ -70,6 +70,9 @@ class Child:
         return Ended(code, output, errors)
 
     def kill(self) -> None:
+        """End it and its children at once, unless it has ended."""
+        if self._process.poll() is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
