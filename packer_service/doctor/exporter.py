@@ -1,4 +1,4 @@
-"""The worker's part of the hand-off that the doctor tries, in a process of its own. ``packer_service.doctor.handover`` starts it.
+"""The worker's part of the hand-off that the doctor tries, in a process that ``packer_service.doctor.handover`` starts.
 
     python -m packer_service.doctor.exporter DEVICE SOCKET_FD NBYTES [events]
 

@@ -175,21 +175,15 @@ def _smi(field: str) -> str:
         return ""
 
 
-def check_device_files(device: str) -> list[Finding]:
-    """Whether this user may open the GPU's files, where a driver is loaded: only for a GPU."""
-    if device == "host":
-        return []
-    closed = [path for path in glob.glob("/dev/nvidia*") if os.path.exists(path) and _closed(path)]
-    if not closed:
+def check_device_files(device: str, facts: Mapping[str, Any]) -> list[Finding]:
+    """Whether this user may open the GPU's files: asked where the driver could not be talked to."""
+    files = [*glob.glob("/dev/nvidia[0-9]*"), "/dev/nvidiactl", "/dev/nvidia-uvm"]
+    closed = [path for path in files if os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK)]
+    if device == "host" or "failed" not in facts or not closed:
         return []
     text = f"this user (uid {os.geteuid()}) may not open {', '.join(sorted(closed))}"
-    return [
-        error("device files", text, "put the user into the group of these files (video or render), or allow the device")
-    ]
-
-
-def _closed(path: str) -> bool:
-    return not os.path.isdir(path) and not os.access(path, os.R_OK | os.W_OK)
+    mend = "put the user into the group of these files (usermod -aG video USER), or allow the device in the unit"
+    return [error("device files", text, mend)]
 
 
 def start_handover(device: str, event: str) -> Child:
