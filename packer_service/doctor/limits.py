@@ -16,7 +16,8 @@ _OWN_FILES = 64  # those that a packer has before anybody connects: 5 on the hos
 _FILES_OF_SESSION = 2  # a connection, and a worker's timeline
 _TRIED_BYTES = 2 << 20
 _LEAST_MAPPINGS = 65530  # the kernel's default
-_THREADS = 256  # of packers at their least: three a session, with the default of max_sessions
+_OWN_THREADS = 7  # of a packer before anybody connects
+_THREADS_OF_SESSION = 2
 
 
 def check_descriptors(settings: Settings) -> Finding:
@@ -62,7 +63,9 @@ def check_limits(settings: Settings) -> list[Finding]:
     found = []
     _, files = resource.getrlimit(resource.RLIMIT_FSIZE)
     if files != resource.RLIM_INFINITY and files < settings.pool_max_bytes:
-        text = f"a file may have {files} bytes at most, a segment of the pool too, and pool_max_bytes is {settings.pool_max_bytes}"
+        text = (
+            f"a file may have {files} bytes at most, and so may a segment of the pool (up to {settings.pool_max_bytes})"
+        )
         found.append(warning("file size", text, "systemd LimitFSIZE=infinity, ulimit -f unlimited"))
     _, addresses = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
@@ -71,7 +74,9 @@ def check_limits(settings: Settings) -> list[Finding]:
     return found or [ok("limits", "neither the size of a file nor the address space is limited")]
 
 
-def check_system(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
+def check_system(
+    settings: Settings, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> list[Finding]:
     """What /proc/sys and the pids cgroup allow."""
     found = []
     mappings = _number(proc / "sys/vm/max_map_count")
@@ -86,9 +91,14 @@ def check_system(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
             error("memfd_noexec", "vm.memfd_noexec is 2: the kernel refuses memfds", "sysctl vm.memfd_noexec=1")
         )
     pids = _pids_limit(proc, cgroups)
-    if pids is not None and pids < _THREADS:
-        text = f"this cgroup may have {pids} threads, and a packer with all its sessions has about {_THREADS}"
-        found.append(warning("threads", text, "systemd TasksMax=, docker run --pids-limit, Kubernetes podPidsLimit"))
+    wanted = _OWN_THREADS + settings.max_sessions * _THREADS_OF_SESSION + MAX_UNPROVEN + MAX_OPERATORS
+    if pids is not None and pids < wanted:
+        text = f"this cgroup may have {pids} threads, and a packer with max_sessions = {settings.max_sessions} may have {wanted}"
+        found.append(
+            warning(
+                "threads", text, f"systemd TasksMax={wanted}, docker run --pids-limit {wanted}; or lower max_sessions"
+            )
+        )
     shown = [
         f"{name} = {value}"
         for name in ("vm.max_map_count", "vm.overcommit_memory", "fs.nr_open")

@@ -44,7 +44,7 @@ def check_page_cache() -> Finding:
     return ok(
         "page cache",
         f"{shown_bytes(tightest.usage)} of {shown_bytes(tightest.limit)} in {tightest.folder} are used;"
-        f" {shown_bytes(tightest.clean)} of that are clean pages of files, which the kernel drops for the pool: they count as free",
+        f" {shown_bytes(tightest.clean)} are clean pages of files, which the kernel drops for the pool: they count as free",
     )
 
 
