@@ -8,6 +8,7 @@ import typer
 
 from packer_service import __version__
 from packer_service.commands.demo import demo
+from packer_service.commands.doctor import doctor
 from packer_service.commands.serve import serve
 from packer_service.descriptors import open_standard_descriptors
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _command in (serve, demo):
+for _command in (serve, demo, doctor):
     app.command()(_command)
 
 

@@ -185,7 +185,10 @@ def check_running(settings: Settings, listening: list[Listening]) -> list[Findin
 
 
 def _other_namespace(each: Listening, pid: int) -> Finding:
-    text = f"the packer at {each.path} is in another pid namespace, where its pid is {pid}: a worker with that pid here is refused"
+    text = (
+        f"the packer at {each.path} is in another pid namespace, where its pid is {pid}: a worker that has that pid here is"
+        " refused"
+    )
     return note("pids", text, _SHARE_PIDS)
 
 
@@ -200,7 +203,7 @@ def check_pids(device: str, namespace: str | None = None) -> Finding:
         why = "the host device does not mind" if device == "host" else "this is the machine's own pid namespace"
         return ok("pids", f"packer and worker cannot be taken for each other: {why}")
     text = (
-        "this process is in a pid namespace of its own. A packer alone in a container is pid 1 there; a worker in another container"
-        " that has the same pid is refused"
+        "this process is in a pid namespace of its own. A packer alone in a container is pid 1 there; a worker in another"
+        " container that has the same pid is refused"
     )
     return note("pids", text, _SHARE_PIDS)

@@ -74,8 +74,8 @@ def check_allocator(settings: Settings, environ: Mapping[str, str]) -> Finding:
         else:
             continue
         text = (
-            f"{variable} turns on {which}, whose memory cannot be exported. Outputs are staged in memory of the driver's own and"
-            f" do not mind; one larger than arena_max_bytes ({shown_bytes(settings.arena_max_bytes)}) falls back"
+            f"{variable} turns on {which}, whose memory cannot be exported. Outputs are staged in memory of the driver's own"
+            f" and do not mind; one larger than arena_max_bytes ({shown_bytes(settings.arena_max_bytes)}) falls back"
         )
         return note(name, text, f"for such outputs: raise PACKER_ARENA_MAX_BYTES, or unset {variable}")
     return ok(name, "no setting of torch's allocator that keeps its memory from being exported")

@@ -93,7 +93,7 @@ def check_system(
     pids = _pids_limit(proc, cgroups)
     wanted = _OWN_THREADS + settings.max_sessions * _THREADS_OF_SESSION + MAX_UNPROVEN + MAX_OPERATORS
     if pids is not None and pids < wanted:
-        text = f"this cgroup may have {pids} threads, and a packer with max_sessions = {settings.max_sessions} may have {wanted}"
+        text = f"this cgroup may have {pids} threads, and max_sessions = {settings.max_sessions} may take {wanted}"
         found.append(
             warning(
                 "threads", text, f"systemd TasksMax={wanted}, docker run --pids-limit {wanted}; or lower max_sessions"
