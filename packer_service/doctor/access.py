@@ -21,7 +21,10 @@ _FIRST_NAMESPACE = "pid:[4026531836]"  # the inode of the machine's own, in ever
 _ANSWER_S = 3.0
 _DIRECTORY = "install -d -m 750 -o USER DIRECTORY, or systemd RuntimeDirectory=packer"
 _MAKE_KEY = "(umask 077; head -c 32 /dev/urandom | base64 > KEY), and --key-file KEY (PACKER_KEY_FILE)"
-_SHARE_PIDS = "share the pid namespace (docker run --pid, Kubernetes shareProcessNamespace), or start one of them under an init process"
+_SHARE_PIDS = (
+    "share the pid namespace (docker run --pid, Kubernetes shareProcessNamespace), or start one of them under an init"
+    " process (docker run --init)"
+)
 
 
 class Listening(NamedTuple):

@@ -39,8 +39,6 @@ def collect(index: int) -> Iterator[tuple[str, Any]]:
     for name, attribute in (
         ("compute_mode", "CU_DEVICE_ATTRIBUTE_COMPUTE_MODE"),
         ("mps_enabled", "CU_DEVICE_ATTRIBUTE_MPS_ENABLED"),
-        ("stream_memory_operations", "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"),
-        ("ipc_events", "CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED"),
     ):
         wanted = getattr(driver.CUdevice_attribute, attribute, None)
         if wanted is None:  # of a newer cuda-bindings than is installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from packer_service.config import Settings
@@ -14,12 +15,11 @@ _RAISE = "raise the memory limit (systemd MemoryMax=, docker run --memory, Kuber
 def check_memory(settings: Settings, packer_runs: bool, proc: Path = Path("/proc")) -> Finding:
     """The pool against what is left. ``packer_runs``: one listens already, and what it has taken is used."""
     name = "memory"
-    left = memory_left()
-    where = "the memory cgroup"
-    if left is None:
-        left, where = available(proc), "this machine"
-    if left is None:
+    known = {"the memory cgroup": memory_left(), "this machine": available(proc)}
+    lefts = {where: left for where, left in known.items() if left is not None}
+    if not lefts:
         return note(name, "how much memory is left cannot be found out: /proc/meminfo is not readable")
+    where, left = min(lefts.items(), key=lambda item: item[1])
     first, most = settings.pool_bytes, settings.pool_max_bytes
     text = (
         f"{where} has {shown_bytes(left)} left of {shown_bytes(memory_limit())}; the pool takes {shown_bytes(first)} at first"
@@ -37,7 +37,8 @@ def check_memory(settings: Settings, packer_runs: bool, proc: Path = Path("/proc
 
 def check_page_cache() -> Finding:
     """Pages of files that fill a cgroup are no want of memory: see packer_service.pool.cgroup."""
-    groups = usages()
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups = [group for group in usages() if group.limit < machine]  # version 1 says no limit with a very high one
     if not groups:
         return ok("page cache", "this process's cgroups have no memory limit: pages of files are in nobody's way")
     tightest = min(groups, key=lambda group: group.limit - (group.usage - group.clean))
