@@ -63,56 +63,55 @@ def _answer(exporter: socket.socket) -> tuple[dict[str, str], list[int]]:
     return answer, fds
 
 
-def try_handover(name: str, options: tuple[str, ...]) -> float:
-    """One hand-off on the device called ``name``; the seconds that the copy took, as far as its end was seen."""
+def try_handover(name: str, options: tuple[str, ...], opened: contextlib.ExitStack) -> float:
+    """One hand-off on the device called ``name``; the seconds that the copy took. ``opened`` gives everything back."""
     events = "events" in options
     _say(step="to open the device")
     device = open_device(name)
-    with contextlib.ExitStack() as opened:
-        opened.callback(device.close)
-        _say(step="to register a memfd with the driver")
-        target = SharedMemory.create("packer-doctor-pool", NBYTES)
-        opened.callback(target.close)
-        target.populate(2)
-        device.register(target.address, NBYTES)
-        opened.callback(device.closer.drain)
-        opened.callback(device.unregister, target.address, NBYTES)
-        _say(step="to export memory from another process")
-        exporter = opened.enter_context(_exporter(name, options))
-        answer, fds = _answer(exporter)
-        page = TimelinePage.attach(fds.pop(0))
-        _say(step="to register the exporter's timeline")
-        timeline = device.open_timeline(page)
-        opened.callback(device.closer.drain)
-        opened.callback(timeline.close)
-        if not page.owner_lives():
-            raise DeviceError("the exporter's record lock on its memfd is not seen by another process")
-        _say(step="to import the exporter's memory by its handle")
-        chunk = device.open_chunk(bytes.fromhex(answer["handle"]), fds, NBYTES)
-        opened.callback(device.closer.drain)
-        opened.callback(chunk.close)
-        stream = device.open_stream()
-        opened.callback(stream.close)
-        seed = secrets.token_bytes(32)
-        if events:
-            exporter.send(seed)
-            handle = bytes.fromhex(_answer(exporter)[0]["event"])
-            _say(step="to wait for the exporter's event")
-            _wait_event(stream.wait_event, handle)
-            stream.copy_to_host(target.address, chunk, 0, NBYTES)
-            marker = stream.record()
-        else:
-            _say(step="to wait on the device for the exporter's counter")
-            stream.wait_timeline(timeline, READY)
-            stream.copy_to_host(target.address, chunk, 0, NBYTES)
-            marker = stream.record()
-            exporter.send(seed)  # only now, so that the stream really waits
-            _answer(exporter)
-        marker.synchronize()
-        took_s = time.perf_counter() - marker.began
-        _say(step="to compare what was copied")
-        if target.buffer[:] != contents(seed, NBYTES):
-            raise DeviceError("the bytes that were copied are not those that the exporter wrote")
+    opened.callback(device.close)
+    _say(step="to register a memfd with the driver")
+    target = SharedMemory.create("packer-doctor-pool", NBYTES)
+    opened.callback(target.close)
+    target.populate(2)
+    device.register(target.address, NBYTES)
+    opened.callback(device.closer.drain)
+    opened.callback(device.unregister, target.address, NBYTES)
+    _say(step="to export memory from another process")
+    exporter = opened.enter_context(_exporter(name, options))
+    answer, fds = _answer(exporter)
+    page = TimelinePage.attach(fds.pop(0))
+    _say(step="to register the exporter's timeline")
+    timeline = device.open_timeline(page)
+    opened.callback(device.closer.drain)
+    opened.callback(timeline.close)
+    if not page.owner_lives():
+        raise DeviceError("the exporter's record lock on its memfd is not seen by another process")
+    _say(step="to import the exporter's memory by its handle")
+    chunk = device.open_chunk(bytes.fromhex(answer["handle"]), fds, NBYTES)
+    opened.callback(device.closer.drain)
+    opened.callback(chunk.close)
+    stream = device.open_stream()
+    opened.callback(stream.close)
+    seed = secrets.token_bytes(32)
+    if events:
+        exporter.send(seed)
+        handle = bytes.fromhex(_answer(exporter)[0]["event"])
+        _say(step="to wait for the exporter's event")
+        _wait_event(stream.wait_event, handle)
+        stream.copy_to_host(target.address, chunk, 0, NBYTES)
+        marker = stream.record()
+    else:
+        _say(step="to wait on the device for the exporter's counter")
+        stream.wait_timeline(timeline, READY)
+        stream.copy_to_host(target.address, chunk, 0, NBYTES)
+        marker = stream.record()
+        exporter.send(seed)  # only now, so that the stream really waits
+        _answer(exporter)
+    marker.synchronize()
+    took_s = time.perf_counter() - marker.began
+    _say(step="to compare what was copied")
+    if target.buffer[:] != contents(seed, NBYTES):
+        raise DeviceError("the bytes that were copied are not those that the exporter wrote")
     return took_s
 
 
@@ -128,14 +127,16 @@ def _wait_event(wait_event: Callable[[bytes], None], handle: bytes) -> None:
 
 
 def main(device: str, *options: str) -> None:
-    try:
-        took_s = try_handover(device, options)
-    except Exception as error:
-        _say(failed=f"{error} ({type(error).__name__})")
-    else:
-        _say(done={"nbytes": NBYTES, "copy_s": took_s})
-    sys.stdout.flush()
-    os._exit(0)  # a driver that hangs at the end of its process would say nothing new
+    with contextlib.ExitStack() as opened:
+        try:
+            took_s = try_handover(device, options, opened)
+        except Exception as error:
+            _say(failed=f"{error} ({type(error).__name__})")
+            # What was opened goes with the process: to give it back would wait for a counter that may never come.
+            os._exit(1)
+        _say(step="to give back what was opened")
+    _say(done={"nbytes": NBYTES, "copy_s": took_s})
+    os._exit(0)  # the driver's own end of a process tells nothing new, and could hang
 
 
 if __name__ == "__main__":
