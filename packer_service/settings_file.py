@@ -40,6 +40,8 @@ def read_settings_file(path: str) -> dict[str, FileValue]:
     table = document.pop(TABLE, {})
     if not isinstance(table, dict):
         raise SettingError(f"{_place(path, text, TABLE)}: {TABLE} is {table!r}; allowed is a table, [{TABLE}]")
+    if other := next((name for name, value in document.items() if isinstance(value, dict)), None):
+        raise SettingError(f"{_place(path, text, other)}: {other} is a table, and the only table is [{TABLE}]")
     if twice := sorted(document.keys() & table.keys()):
         raise SettingError(
             f"{_place(path, text, twice[0])}: {twice[0]} is set at the top of the file and in [{TABLE}]: leave one"
