@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from packer_service import __version__
+from packer_service.commands.config import config
 from packer_service.commands.demo import demo
 from packer_service.commands.doctor import doctor
 from packer_service.commands.serve import serve
@@ -15,11 +16,10 @@ from packer_service.descriptors import open_standard_descriptors
 app = typer.Typer(
     help="Moves vllm-omni's outputs from the GPU to the engine, outside the worker.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-for _command in (serve, demo, doctor):
+for _command in (serve, doctor, config, demo):
     app.command()(_command)
 
 
@@ -46,4 +46,4 @@ def _options(
 
 def main() -> None:
     open_standard_descriptors()
-    app()
+    app(prog_name="packer-service")  # also as `python -m packer_service`: shell completion goes by this name

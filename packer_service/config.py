@@ -1,8 +1,9 @@
 """Every setting, once: its default, unit, bounds, environment name and what it is for.
 
 A value is taken from the first of these that has one: the command line or ``additional_config={"packer": {...}}``, the
-environment (``PACKER_<NAME>``), the default. Nothing else in the project reads the environment for a setting. ``near_misses``
-finds names there that are no settings and were probably meant to be. Nothing here acts on a setting.
+environment (``PACKER_<NAME>``), the file that ``--config`` or ``PACKER_CONFIG`` names, the default. Nothing else in the project
+reads the environment for a setting. ``near_misses`` finds names there that are no settings and were probably meant to be.
+Nothing here acts on a setting.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from packer_service.errors import SettingError
 from packer_service.pool.cgroup import memory_limit
+from packer_service.settings_file import read_settings_file
+
+CONFIG_VARIABLE = "PACKER_CONFIG"
+"""The environment's name for the settings file. HashiCorp's Packer has a variable of that name too, with a file of JSON."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1}
@@ -36,9 +42,22 @@ def _bytes(default: int, text: str, *, least: int) -> Any:
     return _setting(default, text, kind="bytes", least=least)
 
 
+class Origin(NamedTuple):
+    """Where a value comes from. ``kind``: "default", "file", "environment", or "given" by an option or additional_config."""
+
+    kind: str
+    where: str = ""  # the file and line, or the variable
+
+
+DEFAULT = Origin("default")
+_ALL_DEFAULT: Mapping[str, Origin] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings, checked. Build with ``Settings.load``."""
+
+    _origins = _ALL_DEFAULT  # no field; ``load`` gives an object its own, and ``sources`` shows it
 
     # -- the executor's --
     mode: str = _setting(
@@ -142,28 +161,54 @@ class Settings:
             object.__setattr__(self, "pool_bytes", self.pool_max_bytes)
 
     @classmethod
-    def load(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-        """The settings in force. SettingError names the setting, the value and what is allowed."""
+    def load(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        config_file: str | None = None,
+    ) -> Settings:
+        """The settings in force. SettingError names the setting, the value, where that is from, and what is allowed.
+
+        ``config_file`` is read in place of the one that the environment names; "" reads none.
+        """
         environ = os.environ if environ is None else environ
+        path = environ.get(CONFIG_VARIABLE, "") if config_file is None else config_file
         fields = {f.name: f for f in dataclasses.fields(cls)}
+        # From the weakest to the strongest: name, value, how an error calls it, where it is from.
+        found: list[tuple[str, Any, str, Origin]] = []
+        for name, (value, where) in (read_settings_file(path) if path else {}).items():
+            found.append((name, value, f"{where}: {name}", Origin("file", where)))
+        for name in fields:
+            if (text := environ.get(variable := environment_name(name))) is not None:
+                found.append((name, text, variable, Origin("environment", variable)))
+        found += [(name, value, name, Origin("given")) for name, value in (given or {}).items()]
         values: dict[str, Any] = {}
-        for name, spec in fields.items():
-            text = environ.get(environment_name(name))
-            if text is not None:
-                values[name] = _parse(spec, text, environment_name(name))
-        for name, value in (given or {}).items():
+        origins: dict[str, Origin] = {}
+        for name, value, called, origin in found:
             if name not in fields:
                 close = difflib.get_close_matches(str(name), fields, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(fields)}"
-                raise SettingError(f"{name!r} is no setting of the packer{hint}")
-            values[name] = _parse(fields[name], value, name)
-        return cls(**values)
+                place = f"{origin.where}: " if origin.where else ""
+                raise SettingError(f"{place}{name!r} is no setting of the packer{hint}")
+            values[name], origins[name] = _parse(fields[name], value, called), origin
+        try:
+            settings = cls(**values)
+        except SettingError as error:  # it names settings that do not go together, or not with this machine
+            places = [f"{name}: {o.where}" for name, o in origins.items() if o.where and name in str(error).split()]
+            raise SettingError(f"{error} ({', '.join(places)})" if places else str(error)) from None
+        object.__setattr__(settings, "_origins", origins)
+        return settings
 
     @classmethod
     def of_engine(cls, additional_config: Any, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings of an engine: what vllm-omni's ``additional_config`` holds under "packer". SettingError as ``load``."""
         given = _mapping("additional_config", {} if additional_config is None else additional_config)
         return cls.load(_mapping("additional_config['packer']", given.get("packer", {})), environ)
+
+    def sources(self) -> dict[str, tuple[Any, Origin]]:
+        """Each setting's value and where it comes from, in the order of declaration."""
+        names = (spec.name for spec in dataclasses.fields(self))
+        return {name: (getattr(self, name), self._origins.get(name, DEFAULT)) for name in names}
 
     def sockets(self) -> list[str]:
         return [path.strip() for path in self.socket.split(",") if path.strip()]
@@ -204,17 +249,18 @@ def described(name: str) -> str:
     spec = Settings.__dataclass_fields__[name]
     choices = spec.metadata.get("choices")
     allowed = f"; {' or '.join(choices)}" if choices else ""
-    return f"{spec.metadata['text']}{allowed} (default {_shown(spec)}, environment {environment_name(name)})"
+    return (
+        f"{spec.metadata['text']}{allowed} (default {shown(name, spec.default)}, environment {environment_name(name)})"
+    )
 
 
-def _shown(spec: dataclasses.Field[Any]) -> str:
-    """The default as one would write it: 1GiB and not 1073741824."""
-    default: Any = spec.default
-    if spec.metadata.get("kind") == "bytes":
+def shown(name: str, value: Any) -> str:
+    """A setting's value as one would write it: 1GiB and not 1073741824."""
+    if Settings.__dataclass_fields__[name].metadata.get("kind") == "bytes":
         for unit, nbytes in (("GiB", GIB), ("MiB", MIB)):
-            if default and default % nbytes == 0:
-                return f"{default // nbytes}{unit}"
-    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
+            if value and value % nbytes == 0:
+                return f"{value // nbytes}{unit}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
 
 def environment_name(setting: str) -> str:
@@ -223,7 +269,7 @@ def environment_name(setting: str) -> str:
 
 def near_misses(environ: Mapping[str, str], additional_config: Mapping[Any, Any] | None = None) -> list[str]:
     """A sentence for each name that nobody reads and that is a letter or two off one that we read: that was meant."""
-    settings = {environment_name(name): name for name in Settings.__dataclass_fields__}
+    settings = {environment_name(name): name for name in Settings.__dataclass_fields__} | {CONFIG_VARIABLE: "config"}
     found = [
         f"{name} in the environment is no setting and is ignored; did you mean {environment_name(meant)}?"
         for name in sorted(environ.keys() - settings.keys())

@@ -8,7 +8,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from packer_service.config import described
+from packer_service.config import CONFIG_VARIABLE, described
+
+CONFIG_HELP = f"a TOML file of settings, weaker than the environment and options (environment {CONFIG_VARIABLE})"
 
 
 def with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

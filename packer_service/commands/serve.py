@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from packer_service import log, run_directory
-from packer_service.commands.options import with_settings
+from packer_service.commands.options import CONFIG_HELP, with_settings
 from packer_service.config import PACKER_SETTINGS, Settings, near_misses
 from packer_service.descriptors import raise_descriptor_limit
 from packer_service.errors import PackerError
@@ -21,6 +21,7 @@ from packer_service.errors import PackerError
 @with_settings(PACKER_SETTINGS)
 def serve(
     given: dict[str, str],
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help=CONFIG_HELP)] = None,
     managed: Annotated[
         bool, typer.Option("--managed", help="stop when the first engine is gone, ignore Ctrl-C")
     ] = False,
@@ -49,7 +50,8 @@ def serve(
         servers[0].stop(reason)
 
     try:
-        settings = Settings.load(given)
+        # The options of a managed one say everything, and its engine has read the file: that may have changed since.
+        settings = Settings.load(given, config_file="" if managed and config is None else config)
         writer = log.LogWriter(2)  # sys.stderr is None where this process began without one
         writer.addFilter(log.LogGuard())
         writer.addFilter(log.last_error)
