@@ -10,7 +10,11 @@ from packer_service import __version__
 from packer_service.commands.config import config
 from packer_service.commands.demo import demo
 from packer_service.commands.doctor import doctor
+from packer_service.commands.drain import drain
+from packer_service.commands.health import health
+from packer_service.commands.pause import pause, resume
 from packer_service.commands.serve import serve
+from packer_service.commands.status import status, top
 from packer_service.descriptors import open_standard_descriptors
 
 app = typer.Typer(
@@ -19,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _command in (serve, doctor, config, demo):
+for _command in (serve, status, top, health, drain, pause, resume, doctor, config, demo):
     app.command()(_command)
 
 

@@ -1,9 +1,9 @@
 """Every setting, once: its default, unit, bounds, environment name and what it is for.
 
 A value is taken from the first of these that has one: the command line or ``additional_config={"packer": {...}}``, the
-environment (``PACKER_<NAME>``), the file that ``--config`` or ``PACKER_CONFIG`` names, the default. Nothing else in the project
-reads the environment for a setting. ``near_misses`` finds names there that are no settings and were probably meant to be.
-Nothing here acts on a setting.
+environment (``PACKER_<NAME>``), the file that ``--config`` or ``PACKER_CONFIG_FILE`` names, the default. Nothing else in the
+project reads the environment for a setting. ``near_misses`` finds names there that are no settings and were probably meant to
+be. Nothing here acts on a setting.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from packer_service.errors import SettingError
 from packer_service.pool.cgroup import memory_limit
 from packer_service.settings_file import read_settings_file
 
-CONFIG_VARIABLE = "PACKER_CONFIG"
-"""The environment's name for the settings file. HashiCorp's Packer has a variable of that name too, with a file of JSON."""
+CONFIG_VARIABLE = "PACKER_CONFIG_FILE"
+"""The environment's name for the settings file; PACKER_CONFIG is one of HashiCorp's Packer."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1}
@@ -139,6 +139,11 @@ class Settings:
     )
     max_sessions: int = _setting(64, "how many engines and workers may be connected at a time", least=2, most=4096)
     allowed_uids: str = _setting("", "which uids may connect beside the packer's own, separated by commas")
+    status_board: str = _setting(
+        "on",
+        "whether the packer shows how it is in named shared memory, for `packer-service status`",
+        choices=("on", "off"),
+    )
     log_level: str = _setting(
         "info", "the packer logs what is at least as important as this", choices=("debug", "info", "warning", "error")
     )
@@ -269,7 +274,9 @@ def environment_name(setting: str) -> str:
 
 def near_misses(environ: Mapping[str, str], additional_config: Mapping[Any, Any] | None = None) -> list[str]:
     """A sentence for each name that nobody reads and that is a letter or two off one that we read: that was meant."""
-    settings = {environment_name(name): name for name in Settings.__dataclass_fields__} | {CONFIG_VARIABLE: "config"}
+    settings = {environment_name(name): name for name in Settings.__dataclass_fields__} | {
+        CONFIG_VARIABLE: "config_file"
+    }
     found = [
         f"{name} in the environment is no setting and is ignored; did you mean {environment_name(meant)}?"
         for name in sorted(environ.keys() - settings.keys())

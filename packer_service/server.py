@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from packer_service import __version__, log, status
+from packer_service.board import Board
 from packer_service.config import Settings
 from packer_service.devices import open_device
 from packer_service.devices.calls import DeviceCall, Watch
@@ -64,6 +65,7 @@ class Server:
         self._stop_reason = ""
         self._stopping = threading.Event()
         self._peers = Peers(self.device, settings, self._changed, self._stopping, self._engine_gone, self._die)
+        self._board: Board | None = None
         self._door = Door(path, settings.max_sessions, self._notify)
         self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -73,9 +75,20 @@ class Server:
         gc.freeze()  # so that collecting what a session leaves takes no time
         self._accepter.start()
         self._watchdog.start()
+        self._board = self._open_board()
         text = "packer ready on %s (%s), pool %d MiB, at most %d MiB, socket %s"
         pool_mib = self.settings.pool_bytes >> 20, self.settings.pool_max_bytes >> 20
         logger.info(text, self.device.name, self.device.uuid, *pool_mib, self.settings.socket)
+
+    def _open_board(self) -> Board | None:
+        if self.settings.status_board == "off":
+            return None
+        try:
+            return Board.open(self.settings.socket, self.operator_key, self.encoded_status)
+        except OSError as error:
+            text = "this packer has no status board (%s): `packer-service status` asks its socket; see setting status_board"
+            logger.warning(text, error)
+            return None
 
     def _notify(self) -> None:
         with self._changed:
@@ -120,6 +133,8 @@ class Server:
         self._stopping.set()
         self.device.closer.hurry()
         self.stop("closed")
+        if self._board is not None:
+            self._board.close()
         all_left = self._door.close(_END_S)
         if not all_left or self._peers.unfinished or not self.device.closer.drain():
             logger.info("worker outputs are still on their way; their workers export them again")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from packer_service.errors import SettingError
 
 TABLE = "packer"
-NAMED_BY = "--config or PACKER_CONFIG names it"
+NAMED_BY = "--config or PACKER_CONFIG_FILE names it"
 
 
 class FileValue(NamedTuple):
@@ -34,9 +34,7 @@ def read_settings_file(path: str) -> dict[str, FileValue]:
     except OSError as error:
         raise SettingError(f"{path} cannot be read: {error.strerror}; {NAMED_BY}") from error
     except ValueError as error:  # TOMLDecodeError, which says the line, and UnicodeDecodeError
-        raise SettingError(
-            f"{path} is no TOML: {error}; {NAMED_BY} (HashiCorp's Packer has a PACKER_CONFIG too)"
-        ) from error
+        raise SettingError(f"{path} is no TOML: {error}; {NAMED_BY}") from error
     table = document.pop(TABLE, {})
     if not isinstance(table, dict):
         raise SettingError(f"{_place(path, text, TABLE)}: {TABLE} is {table!r}; allowed is a table, [{TABLE}]")

@@ -20,7 +20,7 @@ A setting has the first of these values that is there:
 
 1. the option of `packer-service serve` (`--wait-s 3`), or the engine's `additional_config={"packer": {"wait_s": 3}}`
 2. the environment: `PACKER_` and the name in capitals (`PACKER_WAIT_S=3`)
-3. a TOML file, named by `serve --config FILE` or `PACKER_CONFIG`, for the engine too
+3. a TOML file, named by `serve --config FILE` or `PACKER_CONFIG_FILE`, for the engine too
 4. the default
 
 `packer-service config` shows the values in force and where each comes from (`--json` for scripts); it takes what `serve` takes.
@@ -39,8 +39,7 @@ Sizes may be numbers of bytes or `"256MiB"`, `"1.5GiB"`. A value that is not all
 setting, the value, what is allowed, and the line of the file if it is from there; so does a name that is no setting,
 and settings that are no mapping (`{"packer": "managed"}`). In the environment, where a Service of Kubernetes or
 HashiCorp's Packer may have put names that begin with `PACKER_` too, a name that is no setting is ignored, with a
-warning where it is a letter or two off one; so is a key of `additional_config` that is nearly `packer`. HashiCorp's
-Packer also reads a file of JSON that `PACKER_CONFIG` names: unset that for engines and packers.
+warning where it is a letter or two off one; so is a key of `additional_config` that is nearly `packer`.
 
 A managed packer has the settings of its engine, which has read the file for it. A sidecar has its own: what an engine that
 connects to it says about the pool changes nothing. `wait_s`, `handshake_timeout_s` and `hang_s` are read on both sides.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from packer_service.config import CONFIG_VARIABLE, described
+from packer_service.errors import PackerError
+
+if TYPE_CHECKING:
+    from packer_service.targets import Target
 
 CONFIG_HELP = f"a TOML file of settings, weaker than the environment and options (environment {CONFIG_VARIABLE})"
 
@@ -40,3 +44,36 @@ def with_settings(names: Sequence[str]) -> Callable[[Callable[..., None]], Calla
         return wrapper
 
     return decorate
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PACKER]...", help="a device (cuda:0), the UUID of a GPU, a packer's pid, or its socket"),
+]
+Sockets = Annotated[
+    list[str] | None,
+    typer.Option("--socket", help="the socket of a packer that has no status board here; may be repeated"),
+]
+KeyFile = Annotated[
+    str, typer.Option("--key-file", envvar="PACKER_KEY_FILE", help="the key of the packers named with --socket")
+]
+Everyone = Annotated[bool, typer.Option("--all", help="every packer of this user on this host")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def targets(
+    command: str, names: list[str] | None, sockets: list[str] | None, key_file: str, everyone: bool
+) -> list[Target]:
+    """The packers that a command's options name; with a sentence and exit code 1 where there is none."""
+    from packer_service import targets
+
+    try:
+        named = [targets.of_socket(socket, key_file) for socket in sockets or []]
+        return named + targets.select(names or [], everyone) if names or everyone or not sockets else named
+    except PackerError as error:
+        fail(command, str(error))
+
+
+def fail(command: str, reason: str, code: int = 1) -> NoReturn:
+    typer.echo(f"packer-service {command}: {reason}", err=True)
+    raise typer.Exit(code)

@@ -49,7 +49,7 @@ def test_config_shows_every_setting_its_value_and_where_that_comes_from(file):
 
 
 def test_config_gives_the_same_as_one_json_object(file):
-    done = packer_service("config", "--json", "--max-sessions=5", PACKER_CONFIG=file, PACKER_LOG_LEVEL="error")
+    done = packer_service("config", "--json", "--max-sessions=5", PACKER_CONFIG_FILE=file, PACKER_LOG_LEVEL="error")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert (report["file"], report["warnings"]) == (file, [])
@@ -65,7 +65,7 @@ def test_config_gives_the_same_as_one_json_object(file):
 
 
 def test_a_file_in_order_passes_the_check_whatever_the_environment_says(file):
-    done = packer_service("config", "--check", file, PACKER_WAIT_S="soon", PACKER_CONFIG="/nowhere")
+    done = packer_service("config", "--check", file, PACKER_WAIT_S="soon", PACKER_CONFIG_FILE="/nowhere")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{file} is in order\n", "")
 
 
@@ -110,14 +110,14 @@ def test_serve_takes_its_settings_from_a_file(tmp_path):
     done = packer_service("serve", "--config", str(path), "--device=host", f"--socket={tmp_path}/packer.sock")
     assert done.returncode == 1
     assert "packer-service serve: allowed_uids is 'nobody'" in done.stderr  # past the key, which the file names too
-    done = packer_service("serve", PACKER_CONFIG=str(tmp_path / "none.toml"))
+    done = packer_service("serve", PACKER_CONFIG_FILE=str(tmp_path / "none.toml"))
     assert done.returncode == 1
     assert f"packer-service serve: {tmp_path}/none.toml cannot be read: No such file" in done.stderr
 
 
 def test_a_managed_packer_leaves_the_file_to_its_engine(tmp_path, monkeypatch):
     """Which gave it every setting as an option. A file that was broken since must not keep a packer from starting again."""
-    monkeypatch.setenv("PACKER_CONFIG", str(tmp_path / "gone.toml"))
+    monkeypatch.setenv("PACKER_CONFIG_FILE", str(tmp_path / "gone.toml"))
     with running_packer(tmp_path / "packer", "--managed") as packer:
         assert packer.report["pid"] == packer.process.pid
 

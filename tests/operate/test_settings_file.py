@@ -44,17 +44,17 @@ def test_settings_stand_at_the_top_of_the_file_or_in_its_table_packer(tmp_path, 
 
 
 def test_the_environment_names_a_file_for_packers_and_for_engines(tmp_path):
-    environ = {"PACKER_CONFIG": written(tmp_path, "wait_s = 3\n")}
+    environ = {"PACKER_CONFIG_FILE": written(tmp_path, "wait_s = 3\n")}
     assert Settings.load({}, environ).wait_s == 3.0
     assert Settings.of_engine(None, environ).wait_s == 3.0
     assert Settings.of_engine({"packer": {"wait_s": 5}}, environ).wait_s == 5.0
 
 
 def test_an_option_that_names_a_file_takes_the_place_of_the_environments(tmp_path):
-    environ = {"PACKER_CONFIG": "/nowhere"}
+    environ = {"PACKER_CONFIG_FILE": "/nowhere"}
     assert Settings.load({}, environ, written(tmp_path, "wait_s = 3\n")).wait_s == 3.0
     assert Settings.load({}, environ, "").wait_s == 2.0
-    assert Settings.load({}, {"PACKER_CONFIG": ""}).wait_s == 2.0
+    assert Settings.load({}, {"PACKER_CONFIG_FILE": ""}).wait_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_option_that_names_a_file_takes_the_place_of_the_environments(tmp_pat
         ("packer = 3\n", "{path} line 1: packer is 3; allowed is a table, [packer]"),
         ("wait_s = 1\n[packer]\nwait_s = 2\n", "{path} line 1: wait_s is set at the top of the file and in [packer]"),
         ("wait_s = 1\nwait_s = 2\n", "{path} is no TOML: Cannot overwrite a value (at line 2, column 11)"),
-        ("{}\n", "{path} is no TOML: Invalid statement (at line 1, column 1); --config or PACKER_CONFIG names it"),
+        ("{}\n", "{path} is no TOML: Invalid statement (at line 1, column 1); --config or PACKER_CONFIG_FILE names it"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_the_line_and_what_was_meant(tmp_path, text, said):
@@ -100,9 +100,9 @@ def test_a_file_that_cannot_be_read_is_named_with_what_names_it(tmp_path, make, 
     path = tmp_path / "packer.toml"
     make(path)
     with pytest.raises(SettingError, match=said) as raised:
-        Settings.load({}, {"PACKER_CONFIG": str(path)})
+        Settings.load({}, {"PACKER_CONFIG_FILE": str(path)})
     assert str(raised.value).startswith(str(path))
-    assert "--config or PACKER_CONFIG names it" in str(raised.value)
+    assert "--config or PACKER_CONFIG_FILE names it" in str(raised.value)
 
 
 def test_a_bad_value_of_a_file_is_refused_where_an_option_is_stronger_too(tmp_path):
@@ -118,8 +118,8 @@ def test_the_sources_travel_with_the_settings_to_a_worker_and_make_no_difference
 
 
 def test_a_name_of_the_environment_that_is_nearly_the_files_is_found():
-    assert near_misses({"PACKER_CONFG": "x"}) == [
-        "PACKER_CONFG in the environment is no setting and is ignored; did you mean PACKER_CONFIG?"
+    assert near_misses({"PACKER_CONFIG_FLE": "x"}) == [
+        "PACKER_CONFIG_FLE in the environment is no setting and is ignored; did you mean PACKER_CONFIG_FILE?"
     ]
 
 

@@ -159,6 +159,8 @@ def test_a_drain_tells_everybody_lets_nobody_in_finishes_what_is_in_flight_and_e
     with running_packer(tmp_path / "packer") as packer, session(packer) as (engine, worker):
         worker.export("waits", worker.write(b"the data"), complete=False)
         worker.skeleton("waits")
+        with Operator(packer.socket, packer.key) as operator:
+            wait_until(lambda: operator.status().in_flight == 1, "the output is in flight")
         reports: list[int] = []
         draining = threading.Thread(target=lambda: reports.extend(drained(packer)))
         draining.start()

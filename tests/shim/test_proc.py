@@ -96,6 +96,10 @@ def loop_of_another_version(self: Any) -> None:
                 self._async_output_done.notify_all()
 
 
+def loop_that_does_not_begin(self: Any) -> None:
+    raise RuntimeError("no accelerator")
+
+
 def queue_foreign(running: Worker, output_id: str, kind: AsyncOutputKind = AsyncOutputKind.RPC_RESULT) -> None:
     running._async_output_pending += 1
     running._async_output_queue.put((DiffusionOutput(output=1), output_id, None, kind))
@@ -115,9 +119,13 @@ def test_a_job_of_another_version_of_vllm_omni_takes_that_versions_own_way(runni
     assert running.sent[-1].output.output == 2
 
 
-def test_a_job_that_vllm_omni_cannot_take_either_fails_its_request_and_holds_up_no_drain(running):
-    """Here there is no accelerator, without which its loop does not begin."""
-    queue_foreign(running, "foreign")
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_job_that_vllm_omni_cannot_take_either_fails_its_request_and_holds_up_no_drain(running, monkeypatch, begins):
+    """Its loop does not begin, as where there is no accelerator, or it takes the job and fails before it counts it as done."""
+    loop = loop_of_another_version if begins else loop_that_does_not_begin
+    monkeypatch.setattr(diffusion_worker.WorkerProc, "_async_output_loop", loop)
+    running._async_output_pending += 1
+    running._async_output_queue.put((DiffusionOutput(output=1), "foreign", None, AsyncOutputKind.OUTPUT_READY, "more"))
     running._async_output_queue.put(object())
     running._return_result(DiffusionOutput(output=2), "rpc")
     running.run_export_thread()

@@ -56,8 +56,8 @@ class ExportThread:
             logger.exception("output %s failed after its forward", job.output_id)
             if not isinstance(job, Unsent):
                 self._own_path.send_error(job.output_id, error)
-            # The first is settled by the packer's ack of its withdrawal, the second by the loop that took it.
-            if not (isinstance(job, InFlight) or (isinstance(job, Foreign) and job.taken)):
+            # The first is settled by the packer's ack of its withdrawal; the second may have been by vllm-omni's own loop.
+            if not (isinstance(job, InFlight) or (isinstance(job, Foreign) and job.settled)):
                 self._settled(job.output_id)
 
     def _hand_over(self, job: Job) -> None:

@@ -41,18 +41,18 @@ class Unsent(NamedTuple):
 
 
 class Foreign:
-    """A job that vllm-omni itself queued, as other versions do: a tuple, of which only their own loop knows what it is."""
+    """A job that vllm-omni itself queued, as other versions do: a tuple, of which only their own loop knows what it is.
+
+    ``settled`` once that loop has counted it as done: where it fails before, nobody else will.
+    """
 
     def __init__(self, job: Any) -> None:
         self.jobs: queue.Queue[Any] = queue.Queue()  # for that loop, which ends at None
         self.jobs.put(job)
         self.jobs.put(None)
+        self.settled = False
         parts = job if isinstance(job, tuple) else ()
         self.output_id = next((part for part in parts if isinstance(part, str)), f"of an unknown {type(job).__name__}")
-
-    @property
-    def taken(self) -> bool:
-        return self.jobs.qsize() < 2
 
 
 Job = InFlight | OwnPath | Fallback | Unsent | Foreign

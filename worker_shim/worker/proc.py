@@ -212,8 +212,17 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
 
     def _leave_to_vllm_omni(self, job: Foreign) -> None:
         """Run vllm-omni's own loop over this one job; it sends the message and settles it."""
-        # This worker in all but its queue: it shares whatever else the loop reads and writes.
-        kind = type(type(self).__name__, (type(self),), {"_async_output_queue": property(lambda _: job.jobs)})
+
+        def set_pending(_: object, pending: int) -> None:
+            self._async_output_pending = pending
+            job.settled = True
+
+        # This worker in all but its queue, and in that it hears when the loop counts the job as done.
+        own = {
+            "_async_output_queue": property(lambda _: job.jobs),
+            "_async_output_pending": property(lambda _: self._async_output_pending, set_pending),
+        }
+        kind = type(type(self).__name__, (type(self),), own)
         alone: PackerWorkerProc = object.__new__(kind)
         alone.__dict__ = self.__dict__
         super(PackerWorkerProc, alone)._async_output_loop()
