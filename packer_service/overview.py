@@ -15,7 +15,7 @@ from packer_service.status import Status, Times
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDTH = 150  # where the output goes to no terminal
+WIDTH = 200  # where the output goes to no terminal
 _ANSWER_S = 3.0
 
 

@@ -24,8 +24,10 @@ SHARED = (
     "packer_service.devices.driver",
     "packer_service.errors",
 )
-# And what one module alone takes besides: it starts packers.
-SHARED_WITH = {"worker_shim.engine.supervisor": ("packer_service", "packer_service.run_directory")}
+# And what one module alone takes besides: it starts packers, and removes what dead ones leave.
+SHARED_WITH = {
+    "worker_shim.engine.supervisor": ("packer_service", "packer_service.board", "packer_service.run_directory")
+}
 OPTIONAL = {"cuda"}  # extras of packer_service: imported where a GPU is to be used
 MODULE_OF = {  # packages that are not named like the module that they install
     "prometheus-client": "prometheus_client",

@@ -32,7 +32,7 @@ def health(
             with target.connect(timeout_s) as operator:
                 status = operator.status()
         except (PackerError, OSError) as error:
-            fail("health", str(error))
+            fail("health", f"{target.label}: {error}")
         if ready and status.state != "ready":
             fail("health", f"{target.label} is {status.state}")
         typer.echo(f"{target.label}: {status.state}")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from packer_service import board
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TimelinePage
 from packer_service.wire import handshake, protocol
@@ -166,6 +167,7 @@ class Packer:
                 self.process.kill()
                 self.process.wait()
                 raise
+        board.remove_dead()  # as the next packer would, or a command
 
 
 @contextlib.contextmanager

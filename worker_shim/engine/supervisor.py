@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 
 import packer_service
-from packer_service import run_directory
+from packer_service import board, run_directory
 from packer_service.config import PACKER_SETTINGS, Settings
 from packer_service.errors import PackerUnavailable
 from packer_service.run_directory import RunDirectory
@@ -188,6 +188,7 @@ class Supervisor:
         for process in processes:
             _end(process, _STOP_GRACE_S)
         self.packers.clear()
+        board.remove_dead()  # of one that was killed
         self._directory.release()
 
 
