@@ -36,8 +36,8 @@ from typing import Any
 
 import psutil
 
-from packer_service import run_directory
-from packer_service.errors import PackerError
+from packer_service import board, run_directory
+from packer_service.errors import PackerAbsent, PackerError
 from packer_service.operator import Operator
 
 TESTS = Path(__file__).resolve().parent
@@ -564,7 +564,7 @@ class _Parent:
                 self.say(f"{name}: {_words(era.counts)}; {_words(self._actions)}")
         if not managed:
             self._sidecar.ensure()
-            self._resume(era, FINISH_S)
+        self._resume(era, managed, FINISH_S)
         era.finish()
         self._clean_up_after(era, managed)
         self._totals.update(era.counts)
@@ -587,8 +587,7 @@ class _Parent:
         else:
             pid = era.worker if whom == "worker" else era.process.pid
         if what in _BY_AN_OPERATOR:
-            if not managed:
-                self._operate(action, era)
+            self._operate(action, era, managed)
             return
         if what.startswith("stopped"):
             if _signal(pid, signal.SIGSTOP):
@@ -625,36 +624,46 @@ class _Parent:
             time.sleep(self._rng.uniform(0.0, 1.2) if self._rng.random() < 0.9 else 5.0)
             self._sidecar.ensure()
 
-    def _operate(self, action: str, era: _Era) -> None:
-        """What an operator does to the sidecar, who may be refused or find nobody: its packer may just be starved."""
-        packer = self._sidecar.packer
+    def _operate(self, action: str, era: _Era, managed: bool) -> None:
+        """What an operator does, who may be refused or find nobody: the packer may just be starved."""
         try:
-            with Operator(packer.socket, packer.key) as operator:
+            with self._operator(era, managed) as operator:
                 if action == "packer asked":
                     operator.status()
                 elif action == "packer paused":
                     self._paused = True
                     operator.set_paused(True)
                     time.sleep(self._rng.uniform(0.1, 1.0))
-                    self._resume(era, 0.0)
+                    self._resume(era, managed, 0.0)
                 else:
                     for _ in operator.drain(self._rng.uniform(0.5, 5.0)):
                         pass
-                    packer.process.wait(FINISH_S)
+                    operator.wait_gone(FINISH_S)
         except (PackerError, OSError) as error:
             self.say(f"an operator: {error}")
             return
         self._actions[action] += 1
-        if action == "packer drained":
+        if action == "packer drained" and not managed:
+            self._sidecar.packer.process.wait(FINISH_S)
             time.sleep(self._rng.uniform(0.0, 1.2))
             self._sidecar.ensure()
 
-    def _resume(self, era: _Era, timeout_s: float) -> None:
+    def _operator(self, era: _Era, managed: bool) -> Operator:
+        """Let in by the sidecar's key, or where the engine has started the packer by what its status board shows."""
+        if not managed:
+            return Operator(self._sidecar.packer.socket, self._sidecar.packer.key)
+        pid = era.packer()
+        for shown in board.find():
+            if shown.pid == pid and shown.alive:
+                return Operator(shown.socket, shown.operator_key)
+        raise PackerAbsent(f"packer {pid} has no status board")
+
+    def _resume(self, era: _Era, managed: bool, timeout_s: float) -> None:
         """The worker remembers a pause, whatever becomes of its packer: resume it, or try again later."""
         limit = time.monotonic() + timeout_s
         while self._paused and era.process.poll() is None:
             with contextlib.suppress(PackerError, OSError):
-                with Operator(self._sidecar.packer.socket, self._sidecar.packer.key) as operator:
+                with self._operator(era, managed) as operator:
                     self._paused = not operator.set_paused(False).answered
             if time.monotonic() > limit:
                 break
@@ -683,6 +692,9 @@ class _Parent:
 
     def _clean_up_after(self, era: _Era, managed: bool) -> None:
         bases = set(run_directory.bases().values())
+        dead = [shown.pid for shown in board.find() if shown.alive is False]  # which removes those of killed engines
+        if dead and managed and era.killed != "engine":
+            era.problems.append(f"status boards of dead packers were left: {dead}")
         limit = time.monotonic() + 15
         while True:
             left = [str(path) for base in bases for path in Path(base).glob(f"packer-{era.process.pid}-*")]
