@@ -186,7 +186,7 @@ def main() -> None:
         return
     if not machine.gpus():
         raise SystemExit("benchmarks.dead_worker needs an NVIDIA GPU: without one nothing is written late")
-    CudaDevice(0)  # the context, with blocking synchronization, as the packer has it
+    CudaDevice("0")  # the context, with blocking synchronization, as the packer has it
     found = machine.Recorder(options.json, "dead_worker")
     for number in range(options.rounds):
         found.add(timeline_round(number))

@@ -114,7 +114,9 @@ class Settings:
         most=600.0,
     )
     # -- the packer's --
-    device: str = _setting("cuda:0", "which device the packer copies from: cuda:N, or host")
+    device: str = _setting(
+        "cuda:0", "which device the packer copies from: cuda:N, cuda: and the UUID of a GPU, or host"
+    )
     pool_bytes: int = _bytes(GIB, "how much pinned host memory is ready when the packer is", least=2 * MIB)
     pool_max_bytes: int = _bytes(
         0,

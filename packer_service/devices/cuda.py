@@ -23,7 +23,7 @@ from typing import Any
 from packer_service.devices.closer import Closer, nothing
 from packer_service.devices.cuda_memory import CudaTimeline, ImportedCudaChunk, Registrations
 from packer_service.devices.cuda_stream import CudaStream
-from packer_service.devices.driver import call, context_failure, device_uuid, driver
+from packer_service.devices.driver import call, context_failure, device_uuid, driver, visible_gpu
 from packer_service.errors import DeviceError
 from packer_service.memory.timeline import TimelinePage
 
@@ -37,22 +37,19 @@ class CudaDevice:
 
     kind = "cuda"
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, which: str) -> None:
         if driver is None:
             raise DeviceError("cuda-bindings is not installed: pip install 'packer-service[cuda]'")
         # The driver reads this when it is initialized. Whatever was set, it has to be the number of our streams.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_WAITING_STREAMS + 1)
         try:
             call(driver.cuInit, 0)
-            count = int(call(driver.cuDeviceGetCount))
         except (DeviceError, RuntimeError) as error:
             raise DeviceError(
                 f"there is no CUDA driver to talk to: install NVIDIA's, or try without a GPU with the setting device = host"
                 f" ({error})"
             ) from error
-        if index >= count:
-            raise DeviceError(f"cuda:{index} was asked for and {count} GPU(s) are visible: see CUDA_VISIBLE_DEVICES")
-        self._device = call(driver.cuDeviceGet, index)
+        self._device = visible_gpu(which)
         pin_near(call(driver.cuDeviceGetPCIBusId, 32, self._device).split(b"\0")[0].decode())
         flags = driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC
         call(driver.cuDevicePrimaryCtxSetFlags, self._device, flags)

@@ -59,3 +59,22 @@ def device_uuid(device: Any) -> str:
     uuid = call(get, device)  # owns the bytes that getPtr points to
     digits = ctypes.string_at(uuid.getPtr(), 16).hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def visible_gpu(which: str) -> Any:
+    """The GPU that ``which`` names: its number among those that this process sees, or its UUID. DeviceError if it is not there.
+
+    The driver is initialized.
+    """
+    gpus = [call(driver.cuDeviceGet, number) for number in range(int(call(driver.cuDeviceGetCount)))]
+    if which.isdecimal():
+        if int(which) < len(gpus):
+            return gpus[int(which)]
+    else:
+        digits = which.partition("-")[2].lower()  # the driver does not tell a slice's prefix from a GPU's
+        for gpu in gpus:
+            if device_uuid(gpu).partition("-")[2] == digits:
+                return gpu
+    raise DeviceError(
+        f"cuda:{which} was asked for and {len(gpus)} GPU(s) are visible: see nvidia-smi -L, CUDA_VISIBLE_DEVICES"
+    )

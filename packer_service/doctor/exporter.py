@@ -17,7 +17,8 @@ import socket
 import sys
 from typing import Protocol
 
-from packer_service.devices.driver import call, driver, handle_bytes
+from packer_service.devices import device_named
+from packer_service.devices.driver import call, driver, handle_bytes, visible_gpu
 from packer_service.memory.memfd import SharedMemory
 from packer_service.memory.timeline import TimelinePage
 
@@ -66,10 +67,10 @@ class HostExport:
 class CudaExport:
     """As ``worker_shim.worker.device_cuda``, without torch: a driver allocation, and a counter that the stream writes."""
 
-    def __init__(self, index: int, nbytes: int, *, events: bool) -> None:
+    def __init__(self, which: str, nbytes: int, *, events: bool) -> None:
         with contextlib.ExitStack() as opened:
             call(driver.cuInit, 0)
-            device = call(driver.cuDeviceGet, index)
+            device = visible_gpu(which)
             context = call(driver.cuDevicePrimaryCtxRetain, device)
             opened.callback(call, driver.cuDevicePrimaryCtxRelease, device)
             call(driver.cuCtxSetCurrent, context)
@@ -109,8 +110,8 @@ class CudaExport:
 
 
 def open_export(device: str, nbytes: int, *, events: bool) -> Export:
-    kind, _, index = device.partition(":")
-    return HostExport(nbytes) if kind == "host" else CudaExport(int(index or 0), nbytes, events=events)
+    kind, which = device_named(device)
+    return HostExport(nbytes) if kind == "host" else CudaExport(which, nbytes, events=events)
 
 
 def main(device: str, fd: str, nbytes: str, *options: str) -> None:

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from packer_service.devices.driver import call, device_uuid, driver
+from packer_service.devices.driver import call, device_uuid, driver, visible_gpu
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
-def collect(index: int) -> Iterator[tuple[str, Any]]:
+def collect(which: str) -> Iterator[tuple[str, Any]]:
     """One fact after the other. RuntimeError (of cuda-bindings) and DeviceError where the driver answers no further."""
     if driver is None:
         yield "failed", "cuda-bindings is not installed"
@@ -26,12 +26,8 @@ def collect(index: int) -> Iterator[tuple[str, Any]]:
     yield "bindings", importlib.metadata.version("cuda-bindings")
     yield "driver_cuda", int(call(driver.cuDriverGetVersion))
     call(driver.cuInit, 0)
-    count = int(call(driver.cuDeviceGetCount))
-    yield "count", count
-    if index >= count:
-        yield "failed", f"cuda:{index} was asked for and {count} GPU(s) are visible"
-        return
-    device = call(driver.cuDeviceGet, index)
+    yield "count", int(call(driver.cuDeviceGetCount))
+    device = visible_gpu(which)
     yield "name", call(driver.cuDeviceGetName, 96, device).split(b"\0")[0].decode()
     yield "uuid", device_uuid(device)
     yield "pci_bus_id", call(driver.cuDeviceGetPCIBusId, 32, device).split(b"\0")[0].decode()
@@ -48,10 +44,10 @@ def collect(index: int) -> Iterator[tuple[str, Any]]:
             yield name, int(value)
 
 
-def main(index: str) -> None:
+def main(which: str) -> None:
     facts: dict[str, Any] = {}
     try:
-        for name, value in collect(int(index)):
+        for name, value in collect(which):
             facts[name] = value
     except Exception as error:  # whatever cuda-bindings raises where there is no driver
         facts["failed"] = f"{error} ({type(error).__name__})"

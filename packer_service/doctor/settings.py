@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from packer_service.config import Settings, near_misses
+from packer_service.devices import device_named
 from packer_service.doctor.finding import Finding, error, ok, warning
 from packer_service.errors import SettingError
-
-_DEVICE = re.compile(r"host|cuda(:\d+)?")
 
 
 def load(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
@@ -20,9 +18,10 @@ def load(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Settings
     except SettingError as failure:
         found.insert(0, error("settings", str(failure), "correct it; docs/settings.md lists what each may be"))
         settings = _load_allowed(given, environ)
-    if not _DEVICE.fullmatch(settings.device):
-        text = f"device is {settings.device!r}; allowed are 'host', 'cuda' and 'cuda:N'"
-        found.append(error("settings", text, "--device cuda:0 (PACKER_DEVICE)"))
+    try:
+        device_named(settings.device)
+    except SettingError as failure:
+        found.append(error("settings", str(failure), "--device cuda:0 (PACKER_DEVICE)"))
     return settings, found or [ok("settings", "all of them are allowed")]
 
 

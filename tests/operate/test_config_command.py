@@ -75,7 +75,7 @@ def test_a_file_in_order_passes_the_check_whatever_the_environment_says(file):
         ("wait = 1", "line 1: 'wait' is no setting of the packer; did you mean 'wait_s'?"),
         ("wait_s = -1", "line 1: wait_s is -1; allowed is a number from 0.0 to 600.0"),
         ("allowed_uids = 'root'", "allowed_uids is 'root'; allowed are numbers"),
-        ("device = 'gpu'", "device is 'gpu'; allowed are 'host', 'cuda' and 'cuda:N'"),
+        ("device = 'gpu'", "device is 'gpu'; allowed are 'host', 'cuda', 'cuda:N' and 'cuda:UUID'"),
     ],
 )
 def test_a_file_that_is_wrong_fails_the_check_with_the_reason(file, line, said):

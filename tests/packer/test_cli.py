@@ -75,7 +75,7 @@ def test_an_unknown_command_and_an_unknown_option_are_refused():
         ("--pool-bytes=1 banana", ["pool_bytes is '1 banana'", "a size of at least 2097152 bytes"]),
         ("--pool-bytes=1KiB", ["pool_bytes is '1KiB'", "a size of at least 2097152 bytes"]),
         ("--log-level=loud", ["log_level is 'loud'", "'debug' or 'info' or 'warning' or 'error'"]),
-        ("--device=gpu", ["device is 'gpu'", "'host', 'cuda' and 'cuda:N'"]),
+        ("--device=gpu", ["device is 'gpu'", "'host', 'cuda', 'cuda:N' and 'cuda:UUID'"]),
         ("--allowed-uids=root", ["allowed_uids is 'root'", "numbers, separated by commas"]),
         ("--key-file=/nowhere/key", ["key_file is '/nowhere/key'", "cannot be read"]),
     ],

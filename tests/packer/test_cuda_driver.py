@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from packer_service.devices import cuda, cuda_memory, cuda_stream
+from packer_service.devices import driver as driver_module
 from packer_service.devices.closer import Closer
 from packer_service.devices.cuda import CudaDevice
 from packer_service.devices.cuda_memory import REGISTER_BYTES, CudaTimeline
@@ -182,11 +183,11 @@ class RecordingDriver:
 @pytest.fixture
 def device(monkeypatch) -> Iterator[tuple[CudaDevice, RecordingDriver]]:
     recording = RecordingDriver()
-    for module in (cuda, cuda_memory, cuda_stream):
+    for module in (cuda, cuda_memory, cuda_stream, driver_module):
         monkeypatch.setattr(module, "driver", recording)
     monkeypatch.setattr(cuda, "device_uuid", lambda device: "GPU-made-up")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    made = CudaDevice(0)
+    made = CudaDevice("0")
     yield made, recording
     made.close()
     assert len(recording.made("cuDevicePrimaryCtxRelease")) == 1
@@ -224,3 +225,24 @@ def test_a_copy_is_cut_where_a_registration_ends_and_each_registration_is_undone
     assert [start for (start,) in recording.made("cuMemHostUnregister")] == [start for start, _ in pieces]
     assert unmapped == ["unmapped"]
     assert recording.made("cuIpcCloseMemHandle") == [[1 << 40]]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(driver_module, "call", lambda function, *given: given[0] if given else 2)
+    monkeypatch.setattr(driver_module, "driver", SimpleNamespace(cuDeviceGet=None, cuDeviceGetCount=None))
+    monkeypatch.setattr(driver_module, "device_uuid", lambda gpu: f"GPU-0000000{gpu}-1111-2222-3333-444444444444")
+
+
+def test_a_gpu_is_named_by_its_number_or_its_uuid(two_gpus):
+    assert driver_module.visible_gpu("1") == 1
+    assert driver_module.visible_gpu("GPU-00000001-1111-2222-3333-444444444444") == 1
+    assert (
+        driver_module.visible_gpu("MIG-00000000-1111-2222-3333-444444444444") == 0
+    )  # the driver says GPU of a slice, too
+
+
+@pytest.mark.parametrize("which", ["2", "GPU-00000009-1111-2222-3333-444444444444"])
+def test_a_gpu_that_is_not_visible_is_said_to_be_missing(two_gpus, which):
+    with pytest.raises(DeviceError, match=f"cuda:{which} was asked for and 2 GPU"):
+        driver_module.visible_gpu(which)

@@ -227,7 +227,7 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path):
         ({"socket": ""}, "socket is not set"),
         ({"socket": "/nowhere/0.sock,/nowhere/1.sock"}, "start one packer for each GPU"),
         ({"socket": "/proc/nowhere/packer.sock"}, "cannot be made"),
-        ({"device": "tpu"}, "device is 'tpu'; allowed are 'host', 'cuda' and 'cuda:N'"),
+        ({"device": "tpu"}, "device is 'tpu'; allowed are 'host', 'cuda', 'cuda:N' and 'cuda:UUID'"),
         ({"device": "cuda:99"}, ""),
         ({"key_file": "/nowhere"}, "key_file is '/nowhere', which cannot be read"),
         ({"pool_bytes": "much"}, "pool_bytes is 'much'; allowed is a size"),
