@@ -53,7 +53,10 @@ class Door:
     held for anything that waits.
     """
 
-    def __init__(self, path: Path, max_sessions: int, on_taken: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, max_sessions: int, on_taken: Callable[[], None], given: socket.socket | None = None
+    ) -> None:
+        """``given``: a socket that already listens at ``path``, and is somebody else's to remove."""
         self.taken = False  # another packer listens at the path: nobody new comes here
         self._path = path
         self._max_sessions = max_sessions
@@ -66,7 +69,7 @@ class Door:
         self._closed = False
         self._complaint = ""  # the last, so that each is said once
         self._pause_s = self._try_at = 0.0  # see _keep_listening
-        self._listener = Listener(self._path)
+        self._listener: Listener | GivenListener = GivenListener(given) if given else Listener(self._path)
 
     def accept(self) -> socket.socket | None:
         """The next peer; None once the door is closed. Meanwhile it keeps listening at its path."""
@@ -144,8 +147,7 @@ class Door:
             self._changed.notify_all()
             for peer in (*self._unproven, *self._proven, *self._operators):
                 hang_up(peer)
-            listener = self._listener
-        listener.close()
+        self._listener.close()
         with self._changed:
             return self._changed.wait_for(lambda: not self._connections, timeout_s)
 
@@ -160,7 +162,7 @@ class Door:
         if self._closed or time.monotonic() < self._try_at:
             return
         try:
-            listener = Listener(self._path)
+            listener: Listener | GivenListener = Listener(self._path)
         except (PackerError, OSError) as error:  # OSError: no descriptor is to be had for it
             taken = isinstance(error, SocketTaken)
             what = "it serves the engines that it has, then it ends" if taken else "somebody removed its socket"
@@ -231,6 +233,22 @@ class Listener:
             with contextlib.suppress(OSError):  # somebody else removed it, or will: nobody listens there from here on
                 self._path.unlink()
         hang_up(self.socket)
+        self.socket.close()
+
+
+class GivenListener:
+    """A socket that systemd listens on, also when this packer is gone: who connects then waits for the next.
+
+    Nothing is done to its path, and it is not hung up on, which would end it for systemd too.
+    """
+
+    has_path = True
+
+    def __init__(self, given: socket.socket) -> None:
+        self.socket = given
+        self.socket.settimeout(_LOOK_S)  # of accept, which so sees that the door is closed
+
+    def close(self) -> None:
         self.socket.close()
 
 

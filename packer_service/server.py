@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packer_service import __version__, log, status
@@ -49,15 +49,28 @@ class Server:
     has one thread, and the door bounds their number.
     """
 
-    def __init__(self, settings: Settings, key: bytes, *, managed: bool = False, restarts: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        key: bytes,
+        *,
+        managed: bool = False,
+        restarts: int | None = None,
+        listener: socket.socket | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``listener``: a socket that already listens at the setting ``socket``. ``beat`` is called about once a second, as
+        long as no call to the device hangs."""
         self.settings = settings
+        self._beat = beat
         self.operator_key = secrets.token_bytes(32)
         """Proves an operator, beside the key. Whoever may read this packer's status board finds it there."""
         self._restarts = restarts
         self._started_at = time.time()
         self._uids = settings.uids()
         path = Path(settings.socket)
-        check_path(path)  # a packer too many refuses before it takes memory of the device and of the host
+        if listener is None:
+            check_path(path)  # a packer too many refuses before it takes memory of the device and of the host
         self.device = open_device(settings.device)
         self._managed = managed
         self._key = key
@@ -66,7 +79,7 @@ class Server:
         self._stopping = threading.Event()
         self._peers = Peers(self.device, settings, self._changed, self._stopping, self._engine_gone, self._die)
         self._board: Board | None = None
-        self._door = Door(path, settings.max_sessions, self._notify)
+        self._door = Door(path, settings.max_sessions, self._notify, listener)
         self._accepter = threading.Thread(target=self._accept_all, name="accepter", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -97,6 +110,10 @@ class Server:
     def _engine_gone(self) -> None:
         if self._managed:
             self.stop("the engine that started this packer is gone")
+
+    @property
+    def running(self) -> bool:
+        return not self._stop_reason
 
     def stop(self, reason: str) -> None:
         """Have ``wait`` return. Safe on any thread, any number of times."""
@@ -219,7 +236,9 @@ class Server:
             except Exception as error:
                 logger.error("the watchdog could not look: %r", error)
             else:
-                if stuck is not None:
+                if stuck is None:
+                    self._beat()
+                else:
                     self._die(f"{stuck} does not end (setting hang_s = {self.settings.hang_s:g})")
 
     def _die(self, reason: str) -> None:

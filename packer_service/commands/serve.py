@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import threading
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,12 @@ from packer_service.commands.options import CONFIG_HELP, with_settings
 from packer_service.config import PACKER_SETTINGS, Settings, near_misses
 from packer_service.descriptors import raise_descriptor_limit
 from packer_service.errors import PackerError
+
+if TYPE_CHECKING:
+    from packer_service.server import Server
+    from packer_service.systemd import Notifier
+
+_STATUS_S = 5.0  # how often systemd is told
 
 
 @with_settings(PACKER_SETTINGS)
@@ -30,8 +37,17 @@ def serve(
         int | None, typer.Option("--restarts", hidden=True, help="how often it was started before")
     ] = None,
 ) -> None:
-    """Run a packer on one device until it is told to stop."""
+    """Run a packer on one device until it is told to stop.
+
+    Example:
+
+        packer-service serve --device cuda:0 --socket /run/packer/gpu0.sock --key-file /etc/packer/key --exit-after-s 0
+
+    Exit code: 0 it was told to stop, was drained, or had no engine for exit_after_s; 1 it cannot start (the reason is on
+    standard error); 2 this command was called wrongly; 70 a call to the driver hung, so that it has to be started again.
+    """
     from packer_service.server import Server
+    from packer_service.systemd import Notifier, take_listener
 
     # These signals are blocked in every thread, and one thread waits for them. A handler would run in the middle of what
     # the main thread does, perhaps while that holds a lock of the server, and a wake-up could be lost.
@@ -65,7 +81,10 @@ def serve(
                 logging.getLogger(__name__).warning(sentence)
         raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
-        server = Server(settings, settings.read_key(), managed=managed, restarts=restarts)
+        notifier = Notifier()
+        listener = take_listener(settings.socket)
+        key = settings.read_key()
+        server = Server(settings, key, managed=managed, restarts=restarts, listener=listener, beat=notifier.beat)
         servers.append(server)
     except (PackerError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
         _report(ready_fd, error=str(error))
@@ -73,7 +92,11 @@ def serve(
     directory = run_directory.hold(os.path.dirname(settings.socket)) if managed else None
     server.start()
     _report(ready_fd, pid=os.getpid(), device_uuid=server.device.uuid)
+    notifier.ready(_sentence(server))
+    if notifier.wanted:
+        threading.Thread(target=_tell_status, args=(notifier, server), name="status", daemon=True).start()
     reason = server.wait()
+    notifier.stopping(reason)
     logging.getLogger(__name__).info("packer stops: %s", reason)
     finished = server.close()
     if directory is not None:
@@ -81,6 +104,23 @@ def serve(
     if not finished:
         log.flush()
         os._exit(0)
+
+
+def _tell_status(notifier: Notifier, server: Server) -> None:
+    while server.running:
+        time.sleep(_STATUS_S)
+        if server.running:
+            notifier.status(_sentence(server))
+
+
+def _sentence(server: Server) -> str:
+    """For ``systemctl status``, one line."""
+    status = server.status()
+    gigabytes = status.published_bytes / 1e9
+    return (
+        f"{status.state} on {status.device_name}: {len(status.engines)} engines, {status.workers} workers,"
+        f" {status.in_flight} in flight, {status.published} outputs, {gigabytes:.1f} GB"
+    )
 
 
 def _report(ready_fd: int, **fields: object) -> None:
