@@ -5,7 +5,7 @@ docs/metrics.md has a table of all.
 
 Note [Which process serves /metrics]
 vllm-omni makes the executor in the process of its API server where a model is diffusion alone: then REGISTRY is what is served.
-Beside an LLM stage, with several replicas or several API servers it makes it in another process, and nobody reads REGISTRY there.
+Beside an LLM stage, with several replicas or several API servers it is in another process, and nobody reads REGISTRY there.
 With PROMETHEUS_MULTIPROC_DIR in the environment (several API servers set it themselves) the API server serves what all
 processes keep in files of that directory. A collector keeps nothing there, so ``Mirror`` writes its numbers now and then.
 """
@@ -161,7 +161,7 @@ _mirror: Mirror | None = None
 
 
 def watch(packers: Packers) -> None:
-    """Show these packers' executor in the registry, until ``unwatch``. What goes wrong is a warning: outputs need none of it."""
+    """Show these packers' executor in the registry, until ``unwatch``. What goes wrong is a warning: outputs do without."""
     global _registered, _mirror
     with _registering:
         _collector.add(packers)
