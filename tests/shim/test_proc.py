@@ -46,9 +46,6 @@ class Worker(proc.PackerWorkerProc):
         self.broken: tuple[AsyncOutputKind, ...] = ()
         self.sent: list[Any] = []
 
-    def _stage(self, output: Any, output_id: str) -> None:
-        return None
-
     def _enqueue_result(self, msg: Any) -> None:
         if msg.kind in self.broken:
             raise BrokenPipeError(f"no {msg.kind} can be sent")
