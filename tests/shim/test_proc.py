@@ -21,6 +21,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 
 from packer_service.errors import DeviceError
 from worker_shim.engine import executor
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.worker import own_path, proc
 from worker_shim.worker.worker_main import worker_main
 
@@ -45,6 +46,9 @@ class Worker(proc.PackerWorkerProc):
         self._async_output_queue = queue.SimpleQueue()
         self.broken: tuple[AsyncOutputKind, ...] = ()
         self.sent: list[Any] = []
+
+    def _stage(self, output: Any, output_id: str) -> OwnPathReason:
+        return OwnPathReason.NO_PACKER
 
     def _enqueue_result(self, msg: Any) -> None:
         if msg.kind in self.broken:
