@@ -27,6 +27,7 @@ CONFIG_VARIABLE = "PACKER_CONFIG_FILE"
 """The environment's name for the settings file; PACKER_CONFIG is one of HashiCorp's Packer."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+METRICS_ADDRESS = "127.0.0.1:9470"  # of the packer on cuda:0
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", 1):
     _UNITS |= {_prefix: 1024**_power, f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
@@ -146,6 +147,11 @@ class Settings:
         "whether the packer shows how it is in named shared memory, for `packer-service status`",
         choices=("on", "off"),
     )
+    metrics_address: str = _setting(
+        "auto",
+        "where the packer serves its metrics to Prometheus: HOST:PORT, off, or auto: 127.0.0.1:9470 and, on another GPU than"
+        " cuda:0, that port plus the GPU's number; off where an engine started it",
+    )
     log_level: str = _setting(
         "info", "the packer logs what is at least as important as this", choices=("debug", "info", "warning", "error")
     )
@@ -226,6 +232,23 @@ class Settings:
         if any(not uid.isdecimal() for uid in listed):
             raise SettingError(f"allowed_uids is {self.allowed_uids!r}; allowed are numbers, separated by commas")
         return frozenset({os.geteuid(), *map(int, listed)})
+
+    def metrics_endpoint(self, *, managed: bool) -> tuple[str, int] | None:
+        """The host and port that ``metrics_address`` means; None for off. SettingError where it means nothing.
+
+        The packers that one engine started have the same settings, so each takes the port plus its GPU's number.
+        """
+        address = self.metrics_address
+        if address == "off" or (address == "auto" and managed):
+            return None
+        host, _, port = (METRICS_ADDRESS if address == "auto" else address).rpartition(":")
+        index = self.device.partition(":")[2]
+        shift = int(index) if index.isdecimal() and (address == "auto" or managed) else 0
+        if not host or not port.isdecimal() or int(port) + shift > 65535:
+            raise SettingError(
+                f"metrics_address is {address!r}; allowed is auto, off or HOST:PORT, such as 0.0.0.0:9470"
+            )
+        return host.removeprefix("[").removesuffix("]"), int(port) + shift
 
     def read_key(self) -> bytes:
         """The secret in ``key_file``: at least 16 bytes, and nobody else may read the file."""

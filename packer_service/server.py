@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packer_service import __version__, log, status
 from packer_service.board import Board
@@ -30,6 +31,9 @@ from packer_service.status import LastError, Status, Times
 from packer_service.wire import handshake, protocol
 from packer_service.wire.channel import Channel, bound_sends, peer_credentials
 from packer_service.wire.protocol import DrainIs, Hello, PauseIs, Welcome
+
+if TYPE_CHECKING:
+    from packer_service.metrics import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,8 @@ class Server:
         self._restarts = restarts
         self._started_at = time.time()
         self._uids = settings.uids()
+        self._metrics_at = settings.metrics_endpoint(managed=managed)
+        self._metrics: Endpoint | None = None
         path = Path(settings.socket)
         if listener is None:
             check_path(path)  # a packer too many refuses before it takes memory of the device and of the host
@@ -84,6 +90,12 @@ class Server:
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        if self._metrics_at is not None:
+            from packer_service import (
+                metrics,
+            )  # prometheus_client takes a while, which a packer without metrics does not spend
+
+            self._metrics = metrics.serve(self.status, self._peers.stats, *self._metrics_at)
         self._peers.idle_since = time.monotonic()  # until here nobody could connect
         gc.freeze()  # so that collecting what a session leaves takes no time
         self._accepter.start()
@@ -148,6 +160,8 @@ class Server:
         which gives everything back too.
         """
         self._stopping.set()
+        if self._metrics is not None:
+            self._metrics.close()
         self.device.closer.hurry()
         self.stop("closed")
         if self._board is not None:

@@ -90,4 +90,13 @@ WHY = {
     ),
     "allowed_uids": "They must be able to reach the socket (mode 0660) and to read the key too.",
     "log_level": "It goes to standard error. What engine and workers say goes through vLLM's (`VLLM_LOGGING_LEVEL`).",
+    "status_board": (
+        "128 KiB of /dev/shm that the packer's user alone can read ([the board](operate.md#the-status-board)). Without it,"
+        " and where /dev/shm has no room, `packer-service status` needs the socket and the key."
+    ),
+    "metrics_address": (
+        "[The metrics](metrics.md). A managed packer has none by itself, because its engine's own /metrics says most of it."
+        " Managed packers of several GPUs, which have one setting, take the given port plus the GPU's number. An address that"
+        " cannot be had is a warning, and the packer goes on. Whoever reaches it may read the numbers: there is no password."
+    ),
 }

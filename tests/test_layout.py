@@ -24,9 +24,11 @@ SHARED = (
     "packer_service.devices.driver",
     "packer_service.errors",
 )
-# And what one module alone takes besides: it starts packers, and removes what dead ones leave.
+# And what one module alone takes besides: the one that starts packers and removes what dead ones leave, and the one that says
+# which release runs.
 SHARED_WITH = {
-    "worker_shim.engine.supervisor": ("packer_service", "packer_service.board", "packer_service.run_directory")
+    "worker_shim.engine.supervisor": ("packer_service", "packer_service.board", "packer_service.run_directory"),
+    "worker_shim.engine.metrics": ("packer_service",),  # its version
 }
 OPTIONAL = {"cuda"}  # extras of packer_service: imported where a GPU is to be used
 MODULE_OF = {  # packages that are not named like the module that they install

@@ -101,7 +101,7 @@ class Link:
         self._restart = restart
         self._connection: Connection | None = None
         self._budget = RestartBudget(settings)
-        self._ends_soon = False  # the packer of the present connection said so
+        self.ends_soon = False  # the packer of the present connection, or of the last, said so
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="packer-link", daemon=True)
 
@@ -123,7 +123,7 @@ class Link:
 
     def expect_end(self) -> None:
         """The packer said that it ends soon: when the connection ends, nobody waits for another."""
-        self._ends_soon = True
+        self.ends_soon = True
 
     def open(
         self, arrival: Arrival | None = None, prove: Callable[[Connection, float], None] = lambda *_: None
@@ -194,7 +194,7 @@ class Link:
         while connection is not None:
             reason = self._client.read(connection)
             self._drop(connection)
-            patient = not self._ends_soon
+            patient = not self.ends_soon
             if not self._closing.is_set() and patient:
                 logger.warning("%s is gone: %s; outputs wait for it to come back", self._name, reason)
             connection = self._reconnect(reason, patient=patient)
@@ -212,7 +212,7 @@ class Link:
                 self._move(LinkState.CONNECTED)
                 self.connections += 1
                 self._connection = connection
-                self._ends_soon = False
+                self.ends_soon = False
                 for message, fd in packets:
                     connection.post(message, fd)
         except BaseException:

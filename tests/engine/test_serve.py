@@ -92,6 +92,10 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return [base64.b64decode(each["b64_json"]) for each in json.load(answer)["data"]]
 
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
     def packers(self) -> dict[int, str]:
         """Its packers' command lines, by pid."""
         lines = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(self.process.pid).children(True)}
@@ -158,6 +162,9 @@ def test_a_model_that_is_diffusion_alone_is_served_through_a_packer_by_the_optio
     options = [option.replace("32GiB", "80MiB") for option in command("--distributed-executor-backend")]
     with served(folder, tmp_path, *options, PACKER_WAIT_S="7") as server:
         assert_serves_through_a_packer(server, f"--pool-max-bytes={80 * MIB}", "--wait-s=7.0")
+        metrics = server.metrics()
+        assert float(re.findall(r"^packer_engine_outputs_total (\S+)", metrics, re.MULTILINE)[0]) >= 3
+        assert "packer_engine_fallback_active 0.0" in metrics
 
 
 def test_stage_overrides_work_for_it_too_and_a_deploy_yaml_is_ignored_without_a_word(folder, tmp_path):

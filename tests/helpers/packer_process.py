@@ -50,6 +50,7 @@ _DEFAULTS = {
     "wait_s": "10",
     "exit_after_s": "0",
     "log_level": "debug",
+    "metrics_address": "off",
 }
 
 

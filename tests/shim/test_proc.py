@@ -21,6 +21,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 
 from packer_service.errors import DeviceError
 from worker_shim.engine import executor
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.worker import own_path, proc
 from worker_shim.worker.worker_main import worker_main
 
@@ -46,8 +47,8 @@ class Worker(proc.PackerWorkerProc):
         self.broken: tuple[AsyncOutputKind, ...] = ()
         self.sent: list[Any] = []
 
-    def _stage(self, output: Any, output_id: str) -> None:
-        return None
+    def _stage(self, output: Any, output_id: str) -> OwnPathReason:
+        return OwnPathReason.NO_PACKER
 
     def _enqueue_result(self, msg: Any) -> None:
         if msg.kind in self.broken:

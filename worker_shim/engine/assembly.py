@@ -14,6 +14,7 @@ from packer_service.errors import DescriptorLost, PackerError, ProtocolError
 from packer_service.memory.memfd import address_of, check_memfd, map_memfd
 from packer_service.wire.protocol import Body, Lease, OutputComing, OutputReady
 from worker_shim.engine import fork
+from worker_shim.engine.counts import ErrorKind
 from worker_shim.engine.leases import LeaseBook, Segments
 from worker_shim.log import get_logger
 from worker_shim.outputs import skeleton
@@ -30,6 +31,8 @@ class Received(NamedTuple):
     output_id: str
     output: Any = None
     error: str = ""
+    error_kind: ErrorKind | None = None
+    nbytes: int = 0  # of its arrays in leased memory
 
 
 class Assembled:
@@ -60,13 +63,14 @@ class Assembler:
             if message.body is None:
                 raise PackerError("nothing says what it is")
             output = self._build(message.output, message.body, fds, assembled)
-            assembled.received = Received(message.output, output)
+            nbytes = sum([lease.nbytes for lease in message.leases])
+            assembled.received = Received(message.output, output, nbytes=nbytes)
         except BaseException as error:
             # Whatever an unpickled class raises, SystemExit too, belongs to this output alone.
             expected = isinstance(error, PackerError)
             logger.error("output %s cannot be put together: %s", message.output, error, exc_info=not expected)
             reason = f"output {message.output} cannot be put together: {error!r}"
-            assembled.received = Received(message.output, error=reason)
+            assembled.received = Received(message.output, error=reason, error_kind=ErrorKind.ASSEMBLY)
         return assembled
 
     def _build(self, output_id: str, body: Body, fds: list[int], assembled: Assembled) -> Any:

@@ -30,6 +30,7 @@ from vllm_omni.diffusion.executor import multiproc_executor
 
 from packer_service.descriptors import open_standard_descriptors
 from packer_service.errors import PackerUnavailable
+from worker_shim.engine import metrics
 from worker_shim.engine.packers import Packers
 from worker_shim.engine.placeholders import Unclaimed
 from worker_shim.engine.pump import rebound, run_pump, sleep_between_looks, without_frames
@@ -81,9 +82,10 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._packers = Packers(self._delivered, self._closing)
         self._late: LateQueue | None = None
         settings = engine_settings(self.od_config)
-        self._unclaimed = Unclaimed(self.drop_output)
+        self._unclaimed = Unclaimed(self.drop_output, self._packers.counts.new())
         try:
             self._worker_config = self._packers.open(settings, reply_ranks(self.od_config))
+            metrics.watch(self._packers)
             self._check_closing()
             super()._init_executor()
             if self._finalizer.detach() is not None:  # a forked child must not end its parent's workers
@@ -135,7 +137,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         sleep_between_looks(own)
         if self.od_config.step_execution:  # only replies come this way
             return own
-        return OnceQueue(own, self._delivered)
+        return OnceQueue(own, self._delivered, self._packers.counts.new())
 
     # -- pumps ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             if self._late is None or self._closed:
                 return
             self._start_packer_pumps()
-            self._start_pump(OnceQueue(self._late, self._delivered), "PackerLatePump")
+            self._start_pump(OnceQueue(self._late, self._delivered, self._packers.counts.new()), "PackerLatePump")
 
     def _start_packer_pumps(self) -> None:
         for number, queue in enumerate(self._packers.queues):
@@ -253,7 +255,8 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
             if self._late is not None:
                 ends.callback(self._late.close)
                 self._late = None
-            self._packers.close()
+            ends.callback(self._packers.close)
+            metrics.unwatch(self._packers)  # first: it reads them a last time
 
     def _await_dead_workers(self) -> None:
         """What a worker had finished before it died is delivered before anybody is told that it died."""

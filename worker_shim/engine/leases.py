@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class _Out:
 
     lease: Lease
     memory: SharedMemory | None  # None where none of its arrays was ever made
+    since: float  # time.monotonic()
     uses: int = 0
     children: list[Child] = field(default_factory=list)
 
@@ -186,7 +188,7 @@ class LeaseBook(fork.Holder):
         return arrays
 
     def _use(self, lease: Lease, memory: SharedMemory | None, uses: int) -> None:
-        self._out.setdefault(lease.lease, _Out(lease, memory)).uses += uses
+        self._out.setdefault(lease.lease, _Out(lease, memory, time.monotonic())).uses += uses
 
     def _died(self, reference: weakref.ref[np.ndarray]) -> None:
         self._end_use(self._alive.pop(id(reference))[1])
@@ -209,6 +211,13 @@ class LeaseBook(fork.Holder):
         """Leases that are out, and those that are coming."""
         with fork.lock:
             return len(self._out)
+
+    def usage(self) -> list[tuple[int, float]]:
+        """Of each of these its bytes, and for how many seconds it has been there."""
+        with fork.lock:
+            out = list(self._out.values())
+        now = time.monotonic()
+        return [(each.lease.nbytes, now - each.since) for each in out]
 
     def _return_all(self) -> None:
         unused: dict[int, _Out] = {}  # in this process; a forked child may look at them

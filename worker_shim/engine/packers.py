@@ -16,10 +16,11 @@ from packer_service.errors import PackerError, PackerUnavailable
 from packer_service.wire import handshake
 from packer_service.wire.channel import Channel
 from packer_service.wire.protocol import Welcome
+from worker_shim.engine.counts import Counts, EngineCounts
 from worker_shim.engine.receiver import Delivered
 from worker_shim.engine.result_queue import PackerResultQueue
 from worker_shim.engine.supervisor import Supervisor
-from worker_shim.link import Link
+from worker_shim.link import Link, LinkState
 from worker_shim.log import get_logger
 from worker_shim.retries import Arrival
 from worker_shim.worker_config import WorkerConfig
@@ -44,10 +45,11 @@ class PackerKeeper:
         settings: Settings,
         restart: Callable[[], None] | None,
         arrival: Arrival | None = None,
+        counts: Counts | None = None,
     ) -> None:
         self.socket = socket
         self.welcome: Welcome
-        self.queue = PackerResultQueue(mac_key, delivered)
+        self.queue = PackerResultQueue(mac_key, delivered, counts)
         self._key = key
         self._session = session
         self._settings = settings
@@ -72,6 +74,19 @@ class PackerKeeper:
         self.welcome = welcome
         return channel
 
+    @property
+    def state(self) -> LinkState:
+        return self._link.state
+
+    @property
+    def avoided(self) -> bool:
+        """Whether outputs take vllm-omni's own path because this packer was given up, or ends soon."""
+        return self.state is LinkState.GIVEN_UP or self._link.ends_soon
+
+    @property
+    def reconnects(self) -> int:
+        return max(self._link.connections - 1, 0)
+
     def stop(self) -> None:
         """Bring nothing back any more. The connection stays: see ``close``."""
         self._link.stop()
@@ -90,6 +105,7 @@ class Packers:
 
     def __init__(self, delivered: Delivered, closing: threading.Event) -> None:
         self.keepers: list[PackerKeeper] = []
+        self.counts = EngineCounts()
         self._supervisor: Supervisor | None = None
         self._delivered = delivered
         self._closing = closing
@@ -105,7 +121,8 @@ class Packers:
             session, mac_key = secrets.token_hex(16), secrets.token_bytes(32)
             arrival = Arrival(settings, self._closing) if settings.mode == "sidecar" else None
             for socket, restart in packers.items():
-                keeper = PackerKeeper(socket, key, session, mac_key, self._delivered, settings, restart, arrival)
+                queue = session, mac_key, self._delivered
+                keeper = PackerKeeper(socket, key, *queue, settings, restart, arrival, self.counts.new())
                 self.keepers.append(keeper)
                 device = keeper.welcome
                 logger.info(
@@ -151,6 +168,12 @@ class Packers:
             logger.warning("packer: no worker uses the packer at %s, which is left", keeper.socket)
             keeper.stop()
             keeper.close()
+
+    @property
+    def restarts(self) -> int:
+        """How often managed packers were started again, those starts included that failed."""
+        supervisor = self._supervisor
+        return sum(packer.restarts for packer in list(supervisor.packers)) if supervisor is not None else 0
 
     @property
     def queues(self) -> list[PackerResultQueue]:

@@ -15,7 +15,9 @@ from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
 
+from worker_shim.engine.counts import Counts, EngineCounts
 from worker_shim.log import get_logger
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.outputs.replies import in_reply
 
 logger = get_logger(__name__)
@@ -29,8 +31,9 @@ class Unclaimed:
     the garbage collector, in any order, and the end of its message queue's zmq context then waits for ever for its sockets.
     """
 
-    def __init__(self, drop: Callable[[str], None]) -> None:
+    def __init__(self, drop: Callable[[str], None], counts: Counts | None = None) -> None:
         self._drop = weakref.WeakMethod(drop)
+        self._counts = counts or EngineCounts().new()
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._deaths: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -57,6 +60,8 @@ class Unclaimed:
         for output in in_reply(reply):
             if output.async_output_id is not None:
                 self.watch(output)
+            elif output.error is None and not output.aborted and not output.request_started:
+                self._counts.own_path[OwnPathReason.IN_REPLY.value] += 1
         return reply
 
     def watch_parts(self, parts: Iterable[Any]) -> None:

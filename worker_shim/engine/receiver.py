@@ -23,6 +23,7 @@ from packer_service.wire.channel import close_fds
 from packer_service.wire.protocol import Describe, Described, OutputComing, OutputGone, OutputReady
 from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Assembled, Assembler, Received
+from worker_shim.engine.counts import ErrorKind
 from worker_shim.engine.leases import LeaseBook, Segments
 from worker_shim.log import get_logger
 
@@ -225,7 +226,8 @@ class Receiver:
 
     def _take_ready(self, message: OutputReady, fds: list[int], lost: DescriptorLost | None) -> Received | None:
         if message.error:
-            return Received(message.output, error=message.error) if self._is_first(message.output) else None
+            failed = Received(message.output, error=message.error, error_kind=ErrorKind.PACKER)
+            return failed if self._is_first(message.output) else None
         assembled = self._coming.pop(message.leases[0].lease, None) if message.leases else None
         if assembled is None:
             assembled = self._assembler.assemble(message, fds, lost)

@@ -20,6 +20,7 @@ from vllm_omni.diffusion.ipc import unpack_diffusion_output_shm
 
 from worker_shim.connection import Connection
 from worker_shim.engine.assembly import Received
+from worker_shim.engine.counts import Counts, EngineCounts
 from worker_shim.engine.receiver import Delivered, Receiver
 from worker_shim.link import Client, Packet
 
@@ -36,10 +37,11 @@ class PackerResultQueue(Client):
     ``_changed`` guards the receiver of the present connection, None while there is none.
     """
 
-    def __init__(self, mac_key: bytes, delivered: Delivered) -> None:
+    def __init__(self, mac_key: bytes, delivered: Delivered, counts: Counts | None = None) -> None:
         self.worker_gone = threading.Event()  # the packer is done with a worker that died
         self.outputs = 0  # that came, errors included; written by the pump thread
         self.on_leaving: Callable[[], None] = lambda: None  # the packer said that it ends soon
+        self._counts = counts or EngineCounts().new()
         self._mac_key = mac_key
         self._delivered = delivered
         self._changed = threading.Condition()
@@ -109,6 +111,10 @@ class PackerResultQueue(Client):
         if received is not None:
             self._quiet = False
             self.outputs += 1
+            if received.error_kind is None:
+                self._counts.add_output(received.nbytes)
+            else:
+                self._counts.add_error(received.error_kind)
             return AsyncDiffusionOutput(
                 kind=AsyncOutputKind.OUTPUT_READY,
                 async_output_id=received.output_id,
@@ -133,6 +139,11 @@ class PackerResultQueue(Client):
                 self._receiver = None
             self._ends.put(receiver.broken)
         return received
+
+    def leases(self) -> list[tuple[int, float]]:
+        """Bytes and age in seconds of each lease of the present connection, those included that are coming."""
+        receiver = self._receiver
+        return receiver.leases.usage() if receiver is not None else []
 
     def ask(self, output_id: str) -> Callable[[float], str]:
         """Ask how far the packer is with an output; see ``Questions.ask``."""
@@ -185,11 +196,12 @@ class LateQueue:
 
 
 class OnceQueue:
-    """A worker's own result queue, less the outputs that the packer delivered first."""
+    """A worker's own result queue, less the outputs that the packer delivered first. It counts the others."""
 
-    def __init__(self, result_mq: Any, delivered: Delivered) -> None:
+    def __init__(self, result_mq: Any, delivered: Delivered, counts: Counts) -> None:
         self._result_mq = result_mq
         self._delivered = delivered
+        self._counts = counts
 
     def dequeue(self, *args: Any, **kwargs: Any) -> Any:
         while True:
@@ -198,8 +210,10 @@ class OnceQueue:
                 not isinstance(message, AsyncDiffusionOutput)
                 or message.kind is not AsyncOutputKind.OUTPUT_READY
                 or message.async_output_id is None
-                or self._delivered.first(message.async_output_id)
             ):
+                return message
+            if self._delivered.first(message.async_output_id):
+                self._counts.add_own_path(message)
                 return message
             unpack_diffusion_output_shm(message.output)  # for nothing: that is what removes its named SHM segments
 

@@ -1,12 +1,22 @@
-"""What vllm-omni has of outputs: which workers reply with them, where they are in a synchronous reply, its rules for media."""
+"""What vllm-omni has of outputs: which workers reply with them, in what messages, its rules for media."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
+
+from worker_shim.outputs.own_path import OwnPathReason
+
+
+@dataclass
+class OwnPathOutput(AsyncDiffusionOutput):
+    """vllm-omni's OUTPUT_READY, and why the output comes this way: the value of an ``OwnPathReason``."""
+
+    reason: str = OwnPathReason.OTHER.value
 
 
 def reply_ranks(od_config: OmniDiffusionConfig) -> frozenset[int]:

@@ -24,6 +24,7 @@ from packer_service.wire.protocol import MapAcks, MapTimeline, Message, Paused
 from worker_shim.connection import Connection, read_until_end
 from worker_shim.link import Link, Packet
 from worker_shim.log import get_logger
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.worker.device import ExportDevice
 from worker_shim.worker.imports import Imports
 from worker_shim.worker.in_flight import Event, InFlight, State
@@ -69,6 +70,15 @@ class Exchange:
         """Why no new output should be exported although a packer is there; empty where one should."""
         return "an operator paused it (packer-service resume)" if self._paused else self._leaving
 
+    @property
+    def own_path(self) -> OwnPathReason | None:
+        """Why outputs take vllm-omni's own path at present; None where they need not."""
+        if self.broken:
+            return OwnPathReason.GONE
+        if self._paused:
+            return OwnPathReason.PAUSED
+        return OwnPathReason.DRAINING if self._leaving else None
+
     # -- main thread and export thread ---------------------------------------------------------------------------------
 
     def export(self, output: InFlight) -> None:
@@ -86,6 +96,7 @@ class Exchange:
                 ended = output.state in (State.DONE, State.SETTLED)
             elif self.broken:
                 broken, ended = self.broken, False
+                output.own_path = OwnPathReason.GONE
                 self._end(output, Event.FALL_BACK)
             else:
                 ended = False
@@ -100,6 +111,7 @@ class Exchange:
         """No packer was told of it, and none will be."""
         with self.link.lock:
             output.on(Event.FALL_BACK)
+        output.own_path = self.own_path or OwnPathReason.NO_DEVICE_ROOM
         self._on_fallback(output, reason)
 
     def withdraw(self, output: InFlight) -> None:
@@ -165,6 +177,7 @@ class Exchange:
             for output in orphans:
                 self._end(output, Event.FALL_BACK)
         for output in orphans:
+            output.own_path = OwnPathReason.GONE
             self._part_with(output, reason)
         self.take_acks()  # this thread looks for them only while there is a connection
 
@@ -192,6 +205,7 @@ class Exchange:
             if output is None or not output.allows(Event.ACK):
                 return
             self._end(output, event)
+        output.own_path = OwnPathReason.DECLINED  # where it falls back
         self._part_with(output, reason)
 
     def look(self) -> None:

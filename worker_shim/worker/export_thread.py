@@ -90,7 +90,7 @@ class ExportThread:
                 raise DeviceError(in_flight.error)
             with self._exporter.device.after(in_flight.signal.ready):
                 output = self._exporter.rebuild(in_flight)
-            self._own_path.send(OwnPath(job.output_id, output))
+            self._own_path.send(OwnPath(job.output_id, output, reason=in_flight.own_path))
         finally:
             self._exporter.release(in_flight)
         self._settled(job.output_id)

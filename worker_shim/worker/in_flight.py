@@ -33,6 +33,7 @@ import torch
 from packer_service.memory.memfd import SharedMemory
 from packer_service.wire.protocol import Export, Message, Piece, Skeleton, Withdraw
 from worker_shim.outputs.arrays import Place
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.worker.arena import Slot
 from worker_shim.worker.device import Signal
 
@@ -113,6 +114,7 @@ class InFlight:
     imports: tuple[int, ...] = ()  # numbers of the allocations that the packer imports for this output alone
     skeleton: Skeleton | None = None
     error: str = ""  # why it is lost
+    own_path: OwnPathReason = OwnPathReason.OTHER  # why it falls back
 
     def allows(self, event: Event) -> bool:
         return (self.state, event) in TRANSITIONS

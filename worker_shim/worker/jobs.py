@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 from typing import Any, NamedTuple
 
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.worker.in_flight import InFlight
 
 
@@ -17,6 +18,7 @@ class OwnPath(NamedTuple):
     output_id: str
     output: object
     event: Any = None  # after which it is complete on the device
+    reason: OwnPathReason = OwnPathReason.OTHER
 
 
 class Fallback(NamedTuple):

@@ -16,6 +16,7 @@ from vllm_omni.diffusion.ipc import pack_diffusion_output_shm, unpack_diffusion_
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 
 from worker_shim.log import get_logger
+from worker_shim.outputs.replies import OwnPathOutput
 from worker_shim.worker.jobs import OwnPath
 from worker_shim.worker.shm_room import NoRoom
 
@@ -44,7 +45,7 @@ class OwnPathSender:
             output = job.output  # it contains itself, and vllm-omni's own step mode sends such an output as it is
         if stream is not None:
             stream.synchronize()
-        message = _ready(job.output_id, output=output)
+        message = _ready(job.output_id, output=output, reason=job.reason.value)
         try:
             self._send_message(message)
         except Exception as error:
@@ -62,7 +63,7 @@ class OwnPathSender:
 
 
 def _ready(output_id: str, **what: Any) -> AsyncDiffusionOutput:
-    return AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id, **what)
+    return OwnPathOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id, **what)
 
 
 def fail_unpicklable(output: object, dump: Callable[[object], object]) -> bool:

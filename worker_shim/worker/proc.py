@@ -24,6 +24,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from packer_service.errors import PackerError, PackerUnavailable
 from worker_shim.log import get_logger
+from worker_shim.outputs.own_path import OwnPathReason
 from worker_shim.outputs.replies import replace_in_reply
 from worker_shim.outputs.survey import tensors_nbytes
 from worker_shim.worker.export_thread import ExportThread
@@ -125,9 +126,9 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
             self._reply(output, rpc_id)
             return
         output_id = self._generate_async_output_id()
-        job: InFlight | OwnPath | None = self._stage(output, output_id)
-        if job is None:
-            job = OwnPath(output_id, output, current_omni_platform.record_device_event())
+        job: InFlight | OwnPath | OwnPathReason = self._stage(output, output_id)
+        if isinstance(job, OwnPathReason):
+            job = OwnPath(output_id, output, current_omni_platform.record_device_event(), job)
         with self._async_output_done:
             self._async_output_pending += 1
         # Note [Nothing may raise after COMPUTE_DONE]. The rest of the output comes second: it takes time.
@@ -179,7 +180,7 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
         except Exception as error:
             logger.exception("output %s cannot be staged", output_id)
             return DiffusionOutput(error=not_handed_over(error), finished=output.finished)
-        if one is None:
+        if isinstance(one, OwnPathReason):
             return output
         with self._async_output_done:
             self._async_output_pending += 1
@@ -194,13 +195,15 @@ class PackerWorkerProc(diffusion_worker.WorkerProc):
                 reserve_message(self.result_mq, msg)
             self.result_mq.enqueue(msg)
 
-    def _stage(self, output: DiffusionOutput | BatchRunnerOutput, output_id: str) -> InFlight | None:
+    def _stage(self, output: DiffusionOutput | BatchRunnerOutput, output_id: str) -> InFlight | OwnPathReason:
+        """The output on its way to the packer, or why it is not."""
         if self.exporter is None:
-            return None
+            return OwnPathReason.NO_PACKER
         min_bytes = self.worker_config.settings.min_bytes
         if min_bytes and tensors_nbytes(output) < min_bytes:
-            return None
-        return self.exporter.stage(output, output_id)
+            return OwnPathReason.SMALL
+        staged = self.exporter.stage(output, output_id)
+        return staged or self.exporter.exchange.own_path or OwnPathReason.NO_DEVICE_ROOM
 
     # -- export thread -------------------------------------------------------------------------------------------------
 
