@@ -180,7 +180,7 @@ def test_a_grandchild_keeps_what_it_inherited_after_its_parent_ended(sides):
     del output
     inherited.clear()
     overwrite(engine, worker, "after-grand", 3)
-    assert engine.leases.outstanding == 1
+    wait_until(lambda: engine.leases.outstanding == 1, "all but the grandchild's went back")
     process = psutil.Process(grandchild)
     os.close(writer)
     os.close(reader)
