@@ -103,6 +103,9 @@ class Settings:
     retry_s: float = _setting(
         10.0, "how long vllm-omni's own path is used before the packer is tried again", least=0.1, most=86400.0
     )
+    postprocess_threads: int = _setting(
+        1, "how many outputs PackerDiffusionEngine post-processes at a time, beside its event loop", least=1, most=64
+    )
     # -- the packer's, which the executor and its workers read too --
     socket: str = _setting(
         "", "where the packer's socket is; in sidecar mode an executor is given one for each GPU, separated by commas"

@@ -119,6 +119,27 @@ HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (f"{_DATA}:AsyncDiffusionOutput", ("kind", "rpc_id", "async_output_id", "output", "error"), ()),
 )
 
+# What ``PackerDiffusionEngine`` relies on, which may be selected with any executor.
+ENGINE_HOOKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        f"{_ENGINE}.step_streaming",
+        ("self", "request"),
+        (
+            *("async_output_id", "_check_and_start_background_loop", "_add_prepared_request", "get_output_stream"),
+            *("postprocess_output", "update"),
+        ),
+    ),
+    (f"{_ENGINE}.get_output_stream", ("self", "request_id"), ("finished",)),
+    (f"{_ENGINE}.postprocess_output", ("self", "request", "output"), ("aborted", "error", "request_started", "media")),
+    (f"{_ENGINE}._add_prepared_request", ("self", "request"), ()),
+    (f"{_ENGINE}._check_and_start_background_loop", ("self",), ("_busy_loop",)),
+    (f"{_ENGINE}._init_runtime_state", ("self",), ()),
+    (f"{_ENGINE}.close", ("self",), ()),
+    ("vllm_omni.diffusion.diffusion_engine:_async_output_timeout", (), ()),
+    ("vllm_omni.diffusion.diffusion_engine:_ASYNC_OUTPUT_TIMEOUT_ENV", (), ()),
+    (f"{_DATA}:DiffusionOutput", ("async_output_id", "error", "aborted", "media", "output", "request_started"), ()),
+)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -188,8 +209,8 @@ def _short(where: str) -> str:
 
 
 def installed_digests() -> dict[str, str]:
-    """The digest of each function in ``HOOKS``, of the vllm-omni that is installed."""
-    found = {where: _find(where) for where, _, _ in sorted(HOOKS)}
+    """The digest of each function in ``HOOKS`` and ``ENGINE_HOOKS``, of the vllm-omni that is installed."""
+    found = {where: _find(where) for where, _, _ in sorted({*HOOKS, *ENGINE_HOOKS})}
     return {_short(where): digest(target) for where, target in found.items() if inspect.isfunction(target)}
 
 
@@ -200,7 +221,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _write() -> None:
-    path, changed = Path(__file__).with_name("digests.py"), check().changed
+    path, changed = Path(__file__).with_name("digests.py"), check((*HOOKS, *ENGINE_HOOKS)).changed
     lines = ['"""Written by ``python -m worker_shim.compat``: see there."""', ""]
     lines += [f'TESTED = "{importlib.metadata.version("vllm-omni")}"  # vllm-omni', "DIGESTS = {"]
     lines += [f'    "{where}": "{found}",' for where, found in installed_digests().items()]
