@@ -153,7 +153,9 @@ class Peers:
     def _new_pool(self) -> Pool:
         keep_bytes, step_bytes = self._settings.pool_bytes, self._settings.pool_step_bytes
         idle_s = self._settings.pool_idle_s
-        return Pool(self._device, self._budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
+        pool = Pool(self._device, self._budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
+        pool.on_wait = self.stats.add_wait_for_room
+        return pool
 
     def _serve_engine(self, channel: Channel, hello: Hello) -> None:
         engine = self._enter_engine(channel, hello)
