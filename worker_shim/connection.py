@@ -47,8 +47,8 @@ class Connection:
     def receive(self, timeout_s: float) -> tuple[Message, list[int]] | None:
         """As ``Channel.receive``; PeerHung where nothing came for ``hang_s``, not even an answer to a Ping.
 
-        Before that the connection is shut down and everything is received that was sent until then: a packer that comes to
-        itself just now has either sent its message here, or knows that it has not.
+        Before it raises, it shuts the connection down and receives everything that was sent until then. So a packer that wakes
+        just now has either sent a message, which is received, or finds that it cannot send it.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -4,7 +4,7 @@
     CONNECTED --> WAITING        the connection ended; another is tried, and whoever has something for the packer waits
     WAITING ----> GIVEN_UP       none was made in restart_wait_s, it went away too often, or was drained: nobody waits
     GIVEN_UP ---> CONNECTED      one was made after all: it is tried every retry_s
-    each of them -> CLOSED
+    WAITING, GIVEN_UP --> CLOSED
 
 Note [Who does what on a link]
 The link's thread makes connections, has its client ``read`` each of them until it ends, and closes it then. A client may leave
@@ -68,7 +68,7 @@ class LinkState(enum.Enum):
 
 TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
     LinkState.WAITING: frozenset({LinkState.CONNECTED, LinkState.GIVEN_UP, LinkState.CLOSED}),
-    LinkState.CONNECTED: frozenset({LinkState.WAITING, LinkState.CLOSED}),
+    LinkState.CONNECTED: frozenset({LinkState.WAITING}),
     LinkState.GIVEN_UP: frozenset({LinkState.CONNECTED, LinkState.CLOSED}),
     LinkState.CLOSED: frozenset(),
 }
@@ -79,7 +79,7 @@ class Link:
 
     ``connect`` makes a channel within the seconds that it is given; ``restart`` starts a packer that is ours to start before
     that. ``name`` says in messages which packer it is. ``lock`` guards the state, and whatever of the client's depends on the
-    connection; nobody waits while holding it.
+    connection. Nobody waits for a peer or a device while holding it; a client's ``resume`` may make memory and a thread.
     """
 
     def __init__(

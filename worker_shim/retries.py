@@ -80,7 +80,7 @@ class Retries:
     """One packer that was lost, for one thread: ``while retries.wait(why it is not there yet): try it``.
 
     After each of ``first_pauses_s``, then after doubling ones, until ``restart_wait_s`` is over or the budget is spent. Then
-    ``give_up`` is called, once, and it is tried every ``retry_s``. With ``patient`` false that is at once.
+    ``give_up`` is called, once, and it is tried every ``retry_s``. With ``patient`` false, ``give_up`` is called at once.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Retries:
         patient: bool = True,
     ) -> None:
         self.left_s = settings.restart_wait_s
-        """Of ``restart_wait_s``, when the last wait began; inf once it was given up, for then nobody waits."""
+        """What was left of ``restart_wait_s`` when the last wait began; inf once the packer was given up, when nobody waits."""
         self._budget = budget
         self._retry_s = settings.retry_s
         self._closing = closing

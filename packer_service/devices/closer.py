@@ -35,8 +35,9 @@ def nothing() -> None:
 class Closer:
     """Closes what it is given, in order, on a thread of its own. See Note [What a close waits for].
 
-    ``_lock`` guards ``_unmet``, and is held for no driver call: a wait is entered there before it is submitted, and only while
-    nothing is to be closed; the thread says that it is ``_busy`` before it looks there. Only the thread writes ``_busy``.
+    ``_lock`` guards ``_unmet``, and is held for no driver call. Who submits a wait enters it in ``_unmet`` first, and may not
+    while something is to be closed or ``_busy`` is set. The thread, which alone writes ``_busy``, sets it before it looks at
+    ``_unmet``. So no close and no wait are under way together.
     """
 
     def __init__(self, bind_thread: Callable[[], None]) -> None:

@@ -6,8 +6,8 @@ Note [The end of a copy]
 Waking a sleeping thread costs about 0.1 ms, as much as a small copy itself. How long a forward takes nobody knows, so its
 end is slept for; how long a copy takes follows from its bytes, so the thread sleeps until shortly before and polls the rest,
 for at most ``_SPIN_S``. That is the only polling there is, and a packer that waits for a forward burns nothing. What a copy
-took is known only if its end was seen: who sleeps too long measures that sleep, and would sleep as long the next time. So a
-look that was on time and came too late makes the next one earlier, and a thread that was held up learns nothing.
+took is known only if its end was seen. A thread that slept past the end would measure its own sleep, and sleep as long the next
+time. So where the first look comes after the end, the next sleep is shorter; where the thread was held up, nothing is learned.
 """
 
 from __future__ import annotations

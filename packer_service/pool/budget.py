@@ -33,9 +33,11 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._taken: dict[Taker, int] = {}
-        self._leaving = 0  # taken by pools that are removed, and on its way back
-        self._returning = 0  # of those that are taken: of segments that are being closed
-        self._coming = 0  # of those that are taken: of segments whose pages the kernel is giving
+        self._leaving = (
+            0  # bytes of pools that were removed, until their segments are closed; in no entry of ``_taken``
+        )
+        self._returning = 0  # bytes in ``_taken`` whose segments are being closed
+        self._coming = 0  # bytes in ``_taken`` whose pages the kernel has not given yet
         self._lock = threading.Lock()
 
     def add(self, pool: Taker) -> None:

@@ -51,8 +51,8 @@ class Segment:
 class Segments:
     """What a pool is beneath its regions: its segments, and the thread that adds to them and gives idle ones back.
 
-    ``_lock`` guards everything here, and what the pool adds to it. Who calls the methods of the first part holds it. Segments
-    are made and closed without it, so that allocations and releases go on meanwhile.
+    ``_lock`` guards everything here, and the fields that ``Pool`` adds. Who calls the methods of the first part holds it.
+    Segments are made and closed without it, so that allocations and releases go on meanwhile.
     """
 
     def __init__(self, device: Device, budget: Budget, *, keep_bytes: int, step_bytes: int, idle_s: float) -> None:

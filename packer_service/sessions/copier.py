@@ -65,7 +65,7 @@ class Copier:
         if first:
             self._try_submit(output, timeout_s=0.0)
             if output.marker is not None:
-                output.on(Event.SUBMITTED)  # nobody else knows the output yet
+                output.on(Event.SUBMITTED)  # no other thread moves it yet
         self._queue.put(output)
 
     def stop_soon(self) -> None:
@@ -174,6 +174,6 @@ class Copier:
     def _end_copies(self, output: Output, failure: str = "") -> None:
         with self._outputs.lock:
             output.fail(failure, Cause.DEVICE)
-            settling = output.on(Event.OVER) is State.SETTLING
+            settling = output.on(Event.OVER) is State.DECIDING
         if settling:
             self._delivery.settle(output)

@@ -62,7 +62,7 @@ class Delivery:
             output.coming = 0  # the error is met again when the output is published
 
     def settle(self, output: Output) -> None:
-        """Of an output that is SETTLING, on the thread that brought it there."""
+        """Of an output that is DECIDING, on the thread that brought it there."""
         self._imports.let_go(output)
         if output.export.pieces and self._pages.completed < output.export.ready:
             output.fail(INCOMPLETE, Cause.WORKER_DIED)  # another connection's session forced the counter
@@ -133,8 +133,11 @@ class Delivery:
             self._decline(output)
 
     def _acknowledge(self, output: Output) -> None:
-        """The engine has it. A note on the ack page where the worker holds only slots for it, which it misses when it runs out
-        of room; a message where it holds more (host arrays, an allocation), or where that page is full or was never sent."""
+        """Tell the worker that the engine has it.
+
+        By a note on the ack page where the worker holds only slots for it: it looks there when it runs out of slots. By a
+        message where it holds more (host arrays, an allocation), and where that page is full or was never sent.
+        """
         assert isinstance(output.second, Skeleton)
         may_wait = not output.export.close and not output.second.body.host_nbytes
         if not may_wait or not self._pages.put_ack(output.export.ready):
@@ -171,7 +174,7 @@ class Delivery:
         self._outbox.send(answer, done=self._and_then(self._sent, output))
 
     def _sent(self, output: Output | None, error: Exception | None) -> None:
-        """A nack that finds nobody, or only the socket of a dead worker, leaves its output DECLINED."""
+        """An answer was sent, or was not. Where a nack reached nobody who lives, its output stays DECLINED until ``close``."""
         if error is None:
             if output is not None and output.state is State.DECLINED and self._pages.owner_lives():
                 with self._outputs.lock:
@@ -195,11 +198,11 @@ class Delivery:
         return call
 
     def _log_untold(self, output: Output, error: Exception | None) -> None:
-        """Of an output that failed, or does not come after all."""
+        """The engine was to hear that ``output`` failed, or does not come after all."""
         if isinstance(error, PeerClosed):
-            logger.info("engine %s is gone before it could be told that output %s failed", self._engine.name, output.id)
+            logger.info("engine %s is gone before it could be told what became of %s", self._engine.name, output.id)
         elif error is not None:
-            logger.error("engine %s cannot be told that output %s failed: %s", self._engine.name, output.id, error)
+            logger.error("engine %s cannot be told what became of output %s: %s", self._engine.name, output.id, error)
 
     def under_way(self) -> bool:
         """Whether the engine is still to read what an output came to."""
@@ -207,8 +210,10 @@ class Delivery:
             return bool(self._outputs.within((State.PUBLISHING, State.FAILING)))
 
     def close(self, *, tell: bool) -> None:
-        """Give back what no second message came for. Such outputs fail, and those whose nack found nobody; ``tell``: the
-        engine is told. What ends later finds itself a way, or nobody."""
+        """The session ends: what no second message came for fails, and so do outputs whose nack reached nobody.
+
+        ``tell`` says whether the engine is told. What is still being copied or published is ended by the threads that have it.
+        """
         with self._outputs.lock:
             left = self._outputs.within((*UNSUBMITTED, State.COPIED, State.DECLINED))
             for output in left:

@@ -14,7 +14,7 @@ from packer_service.devices.calls import DeviceCall
 from packer_service.errors import DeviceError, ProtocolError
 from packer_service.memory.ack_page import AckPage
 from packer_service.memory.timeline import TimelinePage
-from packer_service.sessions.output import UNCOPIED, UNSETTLED, Output, Outputs, State
+from packer_service.sessions.output import UNCOPIED, UNDECIDED, Output, Outputs, State
 from packer_service.wire.protocol import Export, MapChunk, Piece
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ MAX_CHUNKS = 1024  # chunks of one worker: each is a mapping
 class Imports:
     """One worker's chunks, by number. The reader opens them and checks what is wanted of them; any thread closes.
 
-    The lock of ``outputs`` guards ``_closing``: a chunk is there from the moment that it is let go of until its number is the
-    worker's to use again.
+    The lock of ``outputs`` guards ``_closing``: the numbers of chunks that are being closed, which the worker may not use again
+    until it is told.
     """
 
     def __init__(self, name: str, device: Device, outputs: Outputs) -> None:
@@ -95,7 +95,7 @@ class Imports:
 
     def _holding(self) -> list[Output]:
         """Outputs whose ``close`` is not in ``_closing`` yet: see ``let_go``."""
-        return self._outputs.within((*UNSETTLED, State.SETTLING))
+        return self._outputs.within((*UNDECIDED, State.DECIDING))
 
     # -- closing -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ its regions are the engine's leases. What failed is declined, and the worker sen
        |                                    |
        | OVER                               | OVER
        v              SECOND                v           END (withdrawn, void, or a probe)
-     COPIED -------------------------> SETTLING ---------------------------------------> ENDED
+     COPIED -------------------------> DECIDING ---------------------------------------> ENDED
                                          | | |                                           ^ ^ ^
                                          | | `-- FAIL -----> FAILING ------- END --------' | |
                                          | `---- PUBLISH --> PUBLISHING ---- END ----------' |
@@ -29,7 +29,7 @@ its regions are the engine's leases. What failed is declined, and the worker sen
                                          `------ DECLINE --> DECLINED ------ END ------------'
 
 An Export without pieces begins COPIED. Where no copy can be made, OVER leads from QUEUED to COPIED and from QUEUED_WHOLE to
-SETTLING. When the worker is gone, END leads from QUEUED, QUEUED_WHOLE and COPIED to ENDED. A plain skeleton goes to the
+DECIDING. When the worker is gone, END leads from QUEUED, QUEUED_WHOLE and COPIED to ENDED. A plain skeleton goes to the
 engine while its output is copied (OUTPUT_COMING): ``coming``. If that does not come after all, it is taken back (OUTPUT_GONE).
 """
 
@@ -54,7 +54,7 @@ class State(Enum):
     COPYING = auto()  # ``marker`` is set, and there is a region for each piece
     COPYING_WHOLE = auto()
     COPIED = auto()  # nothing is copied for it any more; ``failure`` says why its bytes are not right, if they are not
-    SETTLING = auto()  # it is the only thread's that brought it here; ``second`` is set
+    DECIDING = auto()  # the thread that brought it here decides what it comes to, alone; ``second`` is set
     PUBLISHING = auto()  # ``regions`` are leases; until OUTPUT_READY is sent and the worker's ack is under way
     FAILING = auto()  # it holds nothing more; until the engine is told why and the worker's ack is under way
     DECLINED = auto()  # it holds nothing more; until the nack is sent to a worker that lives
@@ -74,11 +74,11 @@ class Event(Enum):
 _S, _E = State, Event
 TRANSITIONS: dict[State, dict[Event, State]] = {
     _S.QUEUED: {_E.SUBMITTED: _S.COPYING, _E.OVER: _S.COPIED, _E.SECOND: _S.QUEUED_WHOLE, _E.END: _S.ENDED},
-    _S.QUEUED_WHOLE: {_E.SUBMITTED: _S.COPYING_WHOLE, _E.OVER: _S.SETTLING, _E.END: _S.ENDED},
+    _S.QUEUED_WHOLE: {_E.SUBMITTED: _S.COPYING_WHOLE, _E.OVER: _S.DECIDING, _E.END: _S.ENDED},
     _S.COPYING: {_E.OVER: _S.COPIED, _E.SECOND: _S.COPYING_WHOLE},
-    _S.COPYING_WHOLE: {_E.OVER: _S.SETTLING},
-    _S.COPIED: {_E.SECOND: _S.SETTLING, _E.END: _S.ENDED},
-    _S.SETTLING: {_E.PUBLISH: _S.PUBLISHING, _E.FAIL: _S.FAILING, _E.DECLINE: _S.DECLINED, _E.END: _S.ENDED},
+    _S.COPYING_WHOLE: {_E.OVER: _S.DECIDING},
+    _S.COPIED: {_E.SECOND: _S.DECIDING, _E.END: _S.ENDED},
+    _S.DECIDING: {_E.PUBLISH: _S.PUBLISHING, _E.FAIL: _S.FAILING, _E.DECLINE: _S.DECLINED, _E.END: _S.ENDED},
     _S.PUBLISHING: {_E.DECLINE: _S.DECLINED, _E.END: _S.ENDED},
     _S.FAILING: {_E.END: _S.ENDED},
     _S.DECLINED: {_E.END: _S.ENDED},
@@ -88,7 +88,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 UNSUBMITTED = (State.QUEUED, State.QUEUED_WHOLE)
 COPYING = (State.COPYING, State.COPYING_WHOLE)
 UNCOPIED = (*UNSUBMITTED, *COPYING)
-UNSETTLED = (*UNCOPIED, State.COPIED)
+UNDECIDED = (*UNCOPIED, State.COPIED)
 
 
 class ImpossibleTransition(RuntimeError):
@@ -98,7 +98,7 @@ class ImpossibleTransition(RuntimeError):
 @dataclass(eq=False)
 class Output:
     """One output. Whoever submits it writes ``regions`` and ``marker``, the reader ``second`` and ``host_fd``, whoever tells
-    the engine ``coming``; all of it is the thread's that settles it, once it settles. See ``on`` for ``state``."""
+    the engine ``coming``; from DECIDING on all of it is the deciding thread's. See ``on`` for ``state``."""
 
     export: Export
     second: Skeleton | Withdraw | Probe | None = None

@@ -27,7 +27,7 @@ from packer_service.sessions.copier import Copier
 from packer_service.sessions.delivery import INCOMPLETE, Delivery
 from packer_service.sessions.engine import EngineSession, refuse
 from packer_service.sessions.imports import Imports, WorkerPages
-from packer_service.sessions.output import COPYING, UNCOPIED, UNSETTLED, UNSUBMITTED, Output, Outputs, State
+from packer_service.sessions.output import COPYING, UNCOPIED, UNDECIDED, UNSUBMITTED, Output, Outputs, State
 from packer_service.stats import Cause, Stats
 from packer_service.wire import protocol
 from packer_service.wire.channel import Channel, Outbox, close_fds
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_OUTPUTS = 4096  # of one worker in flight; its arena and overflow bound them long before
 MAX_HOST_MEMFDS = 64  # of one worker's outputs in flight: each is a descriptor of this process, which has only so many
 _PROBE = ""  # stands for a probe among the outputs; no output is called so
-_POLL_S = 0.02  # of what tells itself to nobody: a page
+_POLL_S = 0.02  # how often it looks at a page, which tells nobody that it was written
 _COPIES_S = 2.0  # for copies on their way when the packer is told to stop
 _STOP_S = 0.5  # for its last copies and answers, once the packer is told to stop
 _LAST_SEND_S = 5.0  # what a worker that hung up has to read its last answers, and its engine to read what they wait for
@@ -95,7 +95,7 @@ class WorkerSession:
         """How far an output is; empty where this session does not have it. On any thread."""
         with self._outputs.lock:
             output = self._outputs.get(output_id)
-            return output.describe(self._pages.counter) if output is not None and output.state in UNSETTLED else ""
+            return output.describe(self._pages.counter) if output is not None and output.state in UNDECIDED else ""
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class WorkerSession:
             self._delivery.tell_coming(output, message)  # before anybody may settle it
             with self._outputs.lock:
                 state = output.take_second(message)
-        if state is State.SETTLING:
+        if state is State.DECIDING:
             self._delivery.settle(output)
 
     def _take_withdraw(self, message: Withdraw) -> None:
@@ -238,7 +238,7 @@ class WorkerSession:
         with self._outputs.lock:
             if message.incomplete:
                 output = self._outputs.get(message.output)
-                if output is None or output.state not in UNSETTLED:
+                if output is None or output.state not in UNDECIDED:
                     return
                 output.fail(message.error or "its worker's device broke", Cause.WORKER_DEVICE)
             else:
@@ -247,14 +247,15 @@ class WorkerSession:
             if message.incomplete:
                 self._note_forced(output)
         self._hold_forced()
-        if state is State.SETTLING:
+        if state is State.DECIDING:
             self._delivery.settle(output)
 
     # -- a live worker whose device broke ------------------------------------------------------------------------------
 
     def _note_forced(self, output: Output) -> None:
         """Have the wait of ``output`` released, which nothing will meet. The lock is held."""
-        # What came before must not pass for complete. The worker fails its outputs in order, so that is for a broken one.
+        # Forcing also declares complete whatever came before, which must not be. A worker fails its outputs in order; only one
+        # that is broken does not, and then nothing is forced.
         ready = output.export.ready
         before = [other for other in self._outputs.incomplete(self._pages.completed) if other.export.ready < ready]
         if all(other.failure or isinstance(other.second, Withdraw) for other in before):
@@ -298,14 +299,15 @@ class WorkerSession:
         return True
 
     def _see_off(self, reason: str) -> bool:
-        """Wait until it is known whether the worker died, or nothing it completes is waited for. Whether its engine is to know.
+        """Wait until it is known whether the worker died, or until nothing waits for its device.
 
+        Returns whether the engine is to be told.
         ``reason``: why the outputs of a dead worker fail that are not complete.
         """
         outputs, pages = self._outputs, self._pages
         if pages.timeline is None:  # nothing tells whether it lives, and there is hardly anything to tell of it
             with outputs.lock:
-                return bool(outputs.within(UNSETTLED))
+                return bool(outputs.within(UNDECIDED))
         while True:
             pages.dead = not pages.owner_lives()
             void = pages.void

@@ -111,7 +111,7 @@ class Channel:
             try:
                 data, fds, flags = self._look(timeout_s)
             except ConnectionResetError:
-                # Said once, of a peer that died with unread messages of ours; its own are still there.
+                # The kernel says this once, of a peer that died before it had read all; what it sent is still there to read.
                 data, fds, flags = self._look(timeout_s)
         except BlockingIOError:
             return None
@@ -139,7 +139,7 @@ class Channel:
 
     def skip(self) -> None:
         """Take the next message, which was looked at: what of it is not here yet is lost."""
-        # Of a message, what does not fit is dropped. A peer that died since the look is reported in its stead, once.
+        # With no buffer, the kernel drops the message. Where the peer died since the look, the first call says that instead.
         while _recv(self._socket.fileno(), None, 0, socket.MSG_DONTWAIT) < 0 and ctypes.get_errno() == errno.ECONNRESET:
             pass
 

@@ -99,7 +99,7 @@ def check_invariants(output: Output) -> None:
     if output.state in COPYING:
         assert output.marker is not None
         assert len(output.regions) == len(output.export.pieces)
-    if output.state in (State.QUEUED_WHOLE, State.COPYING_WHOLE, State.SETTLING):
+    if output.state in (State.QUEUED_WHOLE, State.COPYING_WHOLE, State.DECIDING):
         assert output.second is not None
     if output.state is State.PUBLISHING:
         assert isinstance(output.second, Skeleton)
@@ -464,7 +464,7 @@ def test_whatever_happens_each_output_ends_once_and_right_and_nothing_is_left_ov
 def test_what_cannot_follow_ends_the_session_and_publishes_nothing():
     life = Life("worker hangs up")
     with contextlib.closing(life.stack):
-        life.stack.enter_context(mock.patch.dict(TRANSITIONS[State.SETTLING], clear=True))
+        life.stack.enter_context(mock.patch.dict(TRANSITIONS[State.DECIDING], clear=True))
         life.export([(SMALL,)], False)
         life.skeleton(1, False, False)
         life.complete(1.0)

@@ -204,7 +204,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         super().drop_output(async_output_id)
 
     def _finish_output(self, async_output_id: str, result: Any, exc: BaseException | None) -> None:
-        """vllm-omni's own, under its lock, plus a batch whose split map came while the pump unpacked its output.
+        """vllm-omni's own, called under its lock; and it splits a batch whose map came while the pump unpacked its output.
 
         The pump looks for the map before it unpacks and ``execute_batch`` for the output before it registers the map: each
         can miss the other, and vllm-omni would then keep the whole batch for ever, with its requests waiting.
@@ -241,7 +241,7 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
         self._closing.set()
         if not hasattr(self, "_closed"):  # vllm-omni's own start makes it
             return
-        # Each end comes whatever became of the one before, the last first.
+        # These run from the last to the first, and each also where the one before it failed.
         with self._ending, contextlib.ExitStack() as ends:
             ends.callback(self._close_all)
             ends.callback(super().shutdown)

@@ -82,7 +82,7 @@ class Child:
                 os.close(fd)
 
     def forked(self) -> None:
-        """From here on the child alone has the page."""
+        """Unmap the page in this process: from here on the child alone has it."""
         if self._page:
             libc.munmap(self._page, _PAGE)
 

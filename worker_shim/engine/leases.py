@@ -162,8 +162,8 @@ class LeaseBook(fork.Holder):
         self._deaths: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._end_use: Callable[[int], None] = self._deaths.put
         self._out: dict[int, _Out] = {}
-        # id(reference) -> the reference, which calls only if it outlives its array, and the lease. On any thread: each access
-        # is one operation of a dict.
+        # id(reference) -> the weak reference, and the lease. A weak reference calls back only if it is alive when its array
+        # dies. Any thread uses this without a lock: each access is one operation of a dict.
         self._alive: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}
         self._thread = threading.Thread(target=self._return_all, name="packer-leases", daemon=True)
         with fork.lock:

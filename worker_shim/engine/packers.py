@@ -199,7 +199,7 @@ class Packers:
         """End managed packers, then the sessions. Tensors that are out stay valid. Idempotent."""
         self.stop()
         keepers, self.keepers = self.keepers, []
-        with contextlib.ExitStack() as ends:  # each end comes whatever became of the one before, the last first
+        with contextlib.ExitStack() as ends:  # from the last to the first, and each also where the one before it failed
             for keeper in keepers:
                 ends.callback(keeper.close)
             if self._supervisor is not None:

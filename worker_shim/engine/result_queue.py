@@ -29,7 +29,8 @@ _WATCH_S = 0.2
 
 
 class PackerResultQueue(Client):
-    """One packer's queue, across its restarts: the client of its link. What waits for a packer given up, the worker sends.
+    """One packer's queue, across its restarts: the client of its link. Where a packer is given up, the worker
+    sends what waited for it.
 
     Only the pump thread may call ``dequeue``. Until its first call the link's thread reads: workers load their weights for
     minutes before vllm-omni starts pumps, and a packer may come and go meanwhile.

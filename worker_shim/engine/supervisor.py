@@ -98,7 +98,7 @@ class Supervisor:
             raise
         finally:
             os.close(writer)
-        if self._stopped:  # meanwhile, and ``stop`` need not have waited for it
+        if self._stopped:  # ``stop`` came meanwhile, and does not wait for a start for ever
             os.close(reader)
             _end(process, 0.0)
             raise PackerUnavailable(_SHUTTING_DOWN)

@@ -30,9 +30,9 @@ class Survey(NamedTuple):
     containers, enums and dataclasses that pickle in the default way. So it is pickled in no time, and neither making the pickle
     nor taking it apart runs anybody's code, which could read a tensor whose bytes are not there yet.
 
-    ``yielding`` are the kinds of its containers that say themselves, in Python, what they hold. That may be other tensors each
-    time they are asked, so they are asked once, by ``dump``, which makes of them what vllm-omni's own packing does: a plain
-    list, tuple or dict.
+    ``yielding`` are its containers' classes that define in Python what they hold (``__iter__``, ``items``). They may give other
+    tensors each time, so ``dump`` asks them once and makes of them what vllm-omni's own packing does: a plain list, tuple or
+    dict.
     """
 
     tensors: list[torch.Tensor]

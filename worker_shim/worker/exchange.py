@@ -115,7 +115,10 @@ class Exchange:
         self._on_fallback(output, reason)
 
     def withdraw(self, output: InFlight) -> None:
-        """The engine was not promised it, or was told that it failed. It holds its memory until the packer lets go of it."""
+        """Take an output back that the engine was not promised, or that it was told has failed.
+
+        It keeps its memory until the packer has let go of that.
+        """
         with self.link.lock:
             if output.allows(Event.WITHDRAW):
                 output.on(Event.WITHDRAW)

@@ -19,7 +19,7 @@
     SETTLE      leads from DONE and FALLING_BACK to SETTLED
 
 In EXPORTED, SUBMITTED, WITHDRAWN, LOST and DROPPED it is in ``Exchange.pending``: whichever packer is there must be told of it.
-Its memory is its own from NEW on, and is given back in SETTLED, and nowhere before.
+Its memory is its own from NEW on, and once it was exported it is given back in SETTLED, and nowhere before.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from worker_shim.worker.device import Signal
 class State(enum.Enum):
     NEW = "new"  # the main thread finds memory for it; no packer has heard of it
     BESIDE = "beside"  # clones beside the full arena hold it until slots come back; no packer has heard of it
-    EXPORTED = "exported"  # the packer copies it, and waits for the rest of it
-    SUBMITTED = "submitted"  # the packer has heard everything, and will answer
+    EXPORTED = "exported"  # the packer, or the next one, copies it and waits for the rest of it
+    SUBMITTED = "submitted"  # the packer, or the next one, is told everything, and will answer
     WITHDRAWN = "withdrawn"  # nobody waits for it; the packer will say when it has let go of its memory
     LOST = "lost"  # the device will never complete it: the packer was told so, and tells the engine
     DROPPED = "dropped"  # withdrawn and lost: the packer was told not to wait for the device
     FALLING_BACK = "falling back"  # it takes vllm-omni's own path, out of the memory that it holds
     DONE = "done"  # nobody reads its memory any more
-    SETTLED = "settled"  # it holds nothing; ``on_settled`` is told, if it is counted
+    SETTLED = "settled"  # it holds nothing; ``on_settled`` is called, if it is ``counted``
 
 
 class Event(enum.Enum):

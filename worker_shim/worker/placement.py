@@ -62,8 +62,8 @@ def piece_of(slot: Slot) -> Piece:
 class Placement:
     """The memory of all outputs in flight. The main thread places; any thread gives back.
 
-    ``lock``, the link's, guards ``overflow_left`` and what an output holds while that is taken from it. ``reclaim`` settles the
-    outputs that are delivered, where room is short.
+    ``lock``, the link's, guards ``overflow_left``, and the memory of an output while it is given back. Where room is short
+    ``reclaim`` is called, which settles the outputs that are delivered.
     """
 
     def __init__(
