@@ -1,8 +1,8 @@
 """A process as a container runs it: in mount, IPC, network and PID namespaces of its own, where it has pid 1.
 
-It has its own /dev/shm, and of the file system it may write to one directory only, which it shares with other containers. With a
-``uid`` it has no rights beside that uid's. Run as a program, this file is what turns the new namespaces into that and then
-becomes the container's first process. It needs root, or whatever ``unshare`` wants.
+It has its own /dev/shm, and of the file system it may write to one directory only, which it shares with other containers.
+With a ``uid`` it has no rights beside that uid's. Run as a program, this file is what turns the new namespaces into that, and
+then becomes the container's first process. It needs root, or whatever ``unshare`` wants.
 """
 
 from __future__ import annotations
