@@ -108,6 +108,12 @@ class Peers:
         return [_engine_status(engine, workers) for engine, workers in engines]
 
     @property
+    def workers(self) -> int:
+        """How many are connected, those included whose engine has left and whose last outputs are under way."""
+        with self._changed:
+            return len(self._workers)
+
+    @property
     def in_flight(self) -> int:
         """Outputs of all workers that have not ended."""
         with self._changed:

@@ -194,7 +194,7 @@ class Server:
             device_name=device.name,
             socket=settings.socket,
             engines=engines,
-            workers=sum(engine.workers for engine in engines),
+            workers=peers.workers,
             in_flight=peers.in_flight,
             published=stats.published,
             published_bytes=stats.published_bytes,

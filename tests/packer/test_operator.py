@@ -16,6 +16,7 @@ from packer_service.door import MAX_OPERATORS
 from packer_service.errors import HandshakeError, NotNow
 from packer_service.operator import Operator
 from packer_service.server import Server
+from packer_service.status import Status
 from packer_service.wire import handshake
 from packer_service.wire.protocol import Ack, Leaving, Nack, Pause, Paused
 
@@ -29,8 +30,12 @@ def packer(tmp_path_factory):
 @pytest.fixture
 def operator(packer):
     with Operator(packer.socket, packer.key) as one:
-        wait_until(lambda: not one.status().engines, "the sessions of earlier tests have ended")
+        wait_until(lambda: idle(one.status()), "the sessions of earlier tests have ended")
         yield one
+
+
+def idle(status: Status) -> bool:
+    return not status.engines and not status.workers
 
 
 def entered(packer) -> Operator | None:
@@ -103,6 +108,8 @@ def test_what_is_declined_is_counted_by_its_cause(packer, operator):
 
 
 def test_operators_are_let_in_where_every_place_of_a_session_is_taken_and_are_bounded_themselves(packer):
+    with Operator(packer.socket, packer.key) as operator:
+        wait_until(lambda: idle(operator.status()), "the sessions of earlier tests have ended")
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(session(packer))
@@ -116,7 +123,7 @@ def test_operators_are_let_in_where_every_place_of_a_session_is_taken_and_are_bo
         with pytest.raises(NotNow, match="operators"):
             Operator(packer.socket, packer.key)
     with Operator(packer.socket, packer.key) as operator:
-        wait_until(lambda: not operator.status().engines, "the sessions have ended")
+        wait_until(lambda: idle(operator.status()), "the sessions have ended")
 
 
 def test_an_operator_needs_a_key(packer):
