@@ -162,8 +162,9 @@ def test_a_device_that_breaks_in_mid_copy_has_the_next_packer_copy_what_was_not_
                 faults.wait_reached("trap")
         else:
             sides.go_on()
-            wait_until(lambda: "copied 0" in sides.kept.got, "the first of them")
-            faults.set("trap")
+            faults.set(
+                "trap"
+            )  # at once: the copies take 29 ms, and whoever waits for the first may be too late for the last
         wait_until(lambda: sides.kept.packer_pid != old, "the packer ends")
         delivered = len(set(expected) & set(sides.kept.got))
         sides.wait_replaced(old)
