@@ -8,9 +8,12 @@ then becomes the container's first process. It needs root, or whatever ``unshare
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +29,8 @@ _KERNELS_OWN = ("/proc", "/sys", "/dev")  # nothing there is a file of the image
 
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC = 0x1, 0x20, 0x1000, 0x4000
 _SAME_FLAGS = {"nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800, "relatime": 0x200000}
-_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
 @functools.cache
@@ -145,9 +149,17 @@ def _become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # unshare's --kill-child, which another uid takes away
+
+
+def _start_loopback() -> None:
+    """A container has it also where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
 def main(shared: Path, uid: int, command: list[str]) -> None:
+    _start_loopback()
     _mount("tmpfs", "/dev/shm", "tmpfs", 0, "mode=1777,size=64m")
     _mount(str(shared), str(shared), None, _MS_BIND)
     if uid:
