@@ -62,6 +62,13 @@ _ABOUT = {
         " entered, and how long it takes; medians, microseconds. The steps of three processes overlap; what lies between two"
         " of them is waking the other process, and the Python that takes its message in.",
     ),
+    "observed": (
+        "Watched and not watched",
+        "Hand-offs of two packers, by turns: one without status board and metrics (`off`), one with both (`on`). Two engines"
+        " are never quite alike, so that their ratio is taken while nobody asks, and while the board is read, the metrics of"
+        " packer and engine are scraped and an operator asks for the status, each once a second. The last row of a size is the"
+        " second over the first: what asking does.",
+    ),
     "footprint": (
         "Footprint",
         "The packer's process with an engine and a worker connected, beside a process that makes a CUDA context and a pinned"
@@ -392,6 +399,16 @@ def _footprint_table(rows: list[Row]) -> list[str]:
     )
 
 
+def _observed_table(rows: list[Row]) -> list[str]:
+    keys = ("p50_ratio", "p95_ratio", "p99_ratio", "return_result_p50_ratio")
+    body = [
+        [f"{row['nbytes'] / MB:.1f} MB", row["impl"], *(f"{row[key]:.3f}" for key in keys)]
+        for row in rows
+        if "p50_ratio" in row
+    ]
+    return _table(["output", "", "p50", "p95", "p99", "`_return_result` p50"], body)
+
+
 def _any_table(rows: list[Row]) -> list[str]:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return _table(keys, [[row.get(key, "") for key in keys] for row in rows])
@@ -408,6 +425,7 @@ _TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "interference": _interference_table,
     "overlap": _overlap_table,
     "steps": _steps_table,
+    "observed": _observed_table,
     "footprint": _footprint_table,
 }
 

@@ -70,6 +70,8 @@ class PackerCollector(Collector):
             ),
         ):
             yield _gauge(name, text, place, {(): value})
+        text = "How often an output waited for room in the pool."
+        yield _counter("pool_waits", text, place, {(): status.pool_waits})
 
     def _life(self, status: Status, place: Sequence[str]) -> Iterator[Metric]:
         engines = status.engines

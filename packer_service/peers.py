@@ -108,6 +108,12 @@ class Peers:
         return [_engine_status(engine, workers) for engine, workers in engines]
 
     @property
+    def workers(self) -> int:
+        """How many are connected, those included whose engine has left and whose last outputs are under way."""
+        with self._changed:
+            return len(self._workers)
+
+    @property
     def in_flight(self) -> int:
         """Outputs of all workers that have not ended."""
         with self._changed:
@@ -153,7 +159,9 @@ class Peers:
     def _new_pool(self) -> Pool:
         keep_bytes, step_bytes = self._settings.pool_bytes, self._settings.pool_step_bytes
         idle_s = self._settings.pool_idle_s
-        return Pool(self._device, self._budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
+        pool = Pool(self._device, self._budget, keep_bytes=keep_bytes, step_bytes=step_bytes, idle_s=idle_s)
+        pool.on_wait = self.stats.add_wait_for_room
+        return pool
 
     def _serve_engine(self, channel: Channel, hello: Hello) -> None:
         engine = self._enter_engine(channel, hello)

@@ -194,7 +194,7 @@ class Server:
             device_name=device.name,
             socket=settings.socket,
             engines=engines,
-            workers=sum(engine.workers for engine in engines),
+            workers=peers.workers,
             in_flight=peers.in_flight,
             published=stats.published,
             published_bytes=stats.published_bytes,
@@ -208,6 +208,7 @@ class Server:
             pool_bytes=peers.pool_bytes,
             pool_used_bytes=sum(engine.used_bytes for engine in engines),
             pool_max_bytes=settings.pool_max_bytes,
+            pool_waits=stats.waits_for_room,
             restarts=self._restarts,
             last_error=None if error is None else LastError(*error),
         )

@@ -61,6 +61,7 @@ class Stats:
         self.published = 0
         self.published_bytes = 0
         self.withdrawn = 0
+        self.waits_for_room = 0
         self.declined: collections.Counter[Cause] = collections.Counter()  # the worker sends them another way
         self.failed: collections.Counter[Cause] = collections.Counter()  # their requests fail
         self.wait, self.copy, self.handoff = Histogram(), Histogram(), Histogram()
@@ -98,6 +99,10 @@ class Stats:
     def add_withdrawn(self) -> None:
         with self._lock:
             self.withdrawn += 1
+
+    def add_wait_for_room(self) -> None:
+        with self._lock:
+            self.waits_for_room += 1
 
     def bytes_per_s(self) -> float:
         """Of the last ``RATE_S`` whole seconds."""

@@ -60,6 +60,7 @@ class Status(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_used_bytes: int
     pool_max_bytes: int
+    pool_waits: int  # times that an output waited for room
     restarts: int | None  # by the engine that started it; None where nobody counts
     last_error: LastError | None
 

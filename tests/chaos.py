@@ -24,11 +24,13 @@ import random
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -365,8 +367,9 @@ class _Child:
 class _Sidecar:
     """A packer that this process runs, and starts again."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, metrics_address: str) -> None:
         self._directory = directory
+        self._metrics_address = metrics_address
         self._start()
 
     def _start(self) -> None:
@@ -374,7 +377,8 @@ class _Sidecar:
 
         settings = {name: SETTINGS[name] for name in ("wait_s", "hang_s", "handshake_timeout_s")}
         device = "cuda:0" if os.environ.get("CHAOS_GPU") else "host"
-        self.packer = Packer(self._directory, **{**POOL, **settings, "device": device, "log_level": "info"})
+        settings |= {"device": device, "log_level": "info", "metrics_address": self._metrics_address}
+        self.packer = Packer(self._directory, **{**POOL, **settings})
         assert "pid" in self.packer.report, self.packer.report
 
     @property
@@ -517,7 +521,10 @@ class _Parent:
         self._actions: collections.Counter[str] = collections.Counter()
         self._restarts: list[float] = []
         self._problems: list[str] = []
-        self._sidecar = _Sidecar(self._directory / "sidecar")
+        self._metrics = {
+            managed: f"127.0.0.1:{_free_port()}" for managed in (True, False)
+        }  # where packers serve theirs
+        self._sidecar = _Sidecar(self._directory / "sidecar", self._metrics[False])
         self._paused = False  # the worker of this era may be
 
     def say(self, text: str) -> None:
@@ -539,7 +546,7 @@ class _Parent:
         return self._summary(number)
 
     def _run_era(self, number: int, managed: bool, batch: bool) -> None:
-        packer: dict[str, Any] = {**SETTINGS, **POOL}
+        packer: dict[str, Any] = {**SETTINGS, **POOL, "metrics_address": self._metrics[True]}
         if not managed:
             self._sidecar.ensure()
             packer |= {
@@ -630,6 +637,8 @@ class _Parent:
             with self._operator(era, managed) as operator:
                 if action == "packer asked":
                     operator.status()
+                    with urllib.request.urlopen(f"http://{self._metrics[managed]}/metrics", timeout=5) as metrics:
+                        metrics.read()
                 elif action == "packer paused":
                     self._paused = True
                     operator.set_paused(True)
@@ -728,6 +737,12 @@ class _Parent:
             "restart_max_s": round(restarts[-1], 3) if restarts else None,
             "problems": self._problems,
         }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _segment_count(pid: int | None) -> int:

@@ -57,6 +57,7 @@ class Segments:
 
     def __init__(self, device: Device, budget: Budget, *, keep_bytes: int, step_bytes: int, idle_s: float) -> None:
         self.owner = ""  # the engine session; none yet for the pool that is ready before its engine comes
+        self.on_wait: Callable[[], None] = lambda: None  # told of each allocation that waits, with the lock held
         self.on_trim: Callable[[int], None] = lambda number: None  # told the number of a segment before that leaves
         self._device = device
         self._budget = budget

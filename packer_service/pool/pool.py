@@ -97,6 +97,8 @@ class Pool(Segments):
                         f"no room for {nbytes} bytes: {self._holds()} and the pool is {why}."
                         " Raise pool_max_bytes, or let the engine drop finished outputs sooner"
                     )
+                if not waited:
+                    self.on_wait()
                 waited = True
                 self._space.wait(min(remaining, _OTHERS_POLL_S) if others else remaining)
 

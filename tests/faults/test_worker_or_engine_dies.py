@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from engine_load import images, submit, wait_computed  # noqa: E402
 from sides import FLOATS, EngineSide, Kept, working  # noqa: E402
 from stalling_device import Stalling  # noqa: E402
 
+from worker_shim.engine import executor  # noqa: E402
 from worker_shim.worker.in_flight import State  # noqa: E402
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -72,6 +74,24 @@ def test_of_a_killed_worker_the_engine_delivers_what_was_finished_before_it_fail
     wait_until(lambda: not left(), "nothing of ours is left")
     for name in queues:  # tests in another process would find them left behind
         Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def close_all_and_live_on() -> None:
+    os.closerange(3, 4096)
+    signal.pause()
+
+
+def test_a_worker_that_has_closed_its_files_counts_as_dead_though_nobody_can_wait_for_it_yet():
+    """A killed process that used a GPU is there for a while after its sentinel told its end, on which vllm-omni acts."""
+    process = multiprocessing.get_context("fork").Process(target=close_all_and_live_on)
+    process.start()
+    try:
+        wait_until(lambda: executor._has_ended(process), "its sentinel tells")
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    assert executor._has_ended(process)
 
 
 def test_a_killed_workers_imports_and_regions_are_given_back_and_other_sessions_do_not_notice(tmp_path):

@@ -16,6 +16,7 @@ from packer_service.door import MAX_OPERATORS
 from packer_service.errors import HandshakeError, NotNow
 from packer_service.operator import Operator
 from packer_service.server import Server
+from packer_service.status import Status
 from packer_service.wire import handshake
 from packer_service.wire.protocol import Ack, Leaving, Nack, Pause, Paused
 
@@ -29,8 +30,19 @@ def packer(tmp_path_factory):
 @pytest.fixture
 def operator(packer):
     with Operator(packer.socket, packer.key) as one:
-        wait_until(lambda: not one.status().engines, "the sessions of earlier tests have ended")
+        wait_until(lambda: idle(one.status()), "the sessions of earlier tests have ended")
         yield one
+
+
+def idle(status: Status) -> bool:
+    return not status.engines and not status.workers
+
+
+def entered(packer) -> Operator | None:
+    try:
+        return Operator(packer.socket, packer.key)
+    except NotNow:
+        return None
 
 
 def drained(packer, timeout_s: float = 30.0) -> list[int]:
@@ -52,6 +64,8 @@ def test_the_status_counts_outputs_their_bytes_and_their_times(packer, operator)
     with session(packer) as (engine, worker):
         for _ in range(3):
             transfer(engine, worker, 5000)
+        # An output is counted when its engine was told.
+        wait_until(lambda: operator.status().published - before.published == 3, "they are counted")
         status = operator.status()
     assert status.published - before.published == 3
     assert status.published_bytes - before.published_bytes == 15000
@@ -63,6 +77,7 @@ def test_the_status_tells_engines_apart_and_who_holds_how_much(packer, operator)
         worker.export("held", worker.write(bytes(8192)))
         worker.skeleton("held")
         ready = engine.next()
+        wait_until(lambda: operator.status().workers == 2, "both sessions are open")
         engines = {each.session: each for each in operator.status().engines}
         assert engines.keys() == {engine.session, idle.session}
         assert engines[engine.session].pid == os.getpid()
@@ -93,18 +108,22 @@ def test_what_is_declined_is_counted_by_its_cause(packer, operator):
 
 
 def test_operators_are_let_in_where_every_place_of_a_session_is_taken_and_are_bounded_themselves(packer):
+    with Operator(packer.socket, packer.key) as operator:
+        wait_until(lambda: idle(operator.status()), "the sessions of earlier tests have ended")
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(session(packer))
         with pytest.raises(HandshakeError, match="max_sessions"):
             Engine(packer)
         for _ in range(MAX_OPERATORS):
-            operator = stack.enter_context(Operator(packer.socket, packer.key))
+            operator = stack.enter_context(
+                wait_until(lambda: entered(packer), "the operator of an earlier test has left")
+            )
             assert len(operator.status().engines) == 4
         with pytest.raises(NotNow, match="operators"):
             Operator(packer.socket, packer.key)
     with Operator(packer.socket, packer.key) as operator:
-        wait_until(lambda: not operator.status().engines, "the sessions have ended")
+        wait_until(lambda: idle(operator.status()), "the sessions have ended")
 
 
 def test_an_operator_needs_a_key(packer):
@@ -151,6 +170,7 @@ def test_a_pause_reaches_every_worker_of_the_engine_it_names_and_counts_their_an
 
 def test_a_worker_that_does_not_answer_a_pause_is_counted_as_such(packer, operator):
     with session(packer):
+        wait_until(lambda: operator.status().workers == 1, "its session is open")
         answer = operator.set_paused(True, timeout_s=0.1)
     assert (answer.asked, answer.answered) == (1, 0)
 

@@ -177,6 +177,21 @@ def test_an_output_waits_for_a_lease_to_come_back(new_pool):
         assert waiting.result(DEADLINE_S).nbytes == MIB
 
 
+def test_it_is_told_once_of_each_output_that_waits_and_of_no_other(new_pool):
+    pool, waits = new_pool(), []
+    pool.on_wait = lambda: waits.append(1)
+    held = pool.allocate(2 * MIB)
+    with pytest.raises(PoolExhausted):
+        pool.allocate(MIB)
+    assert not waits
+    with pytest.raises(PoolExhausted):
+        pool.allocate(MIB, 0.05)
+    assert len(waits) == 1
+    pool.release(held.number)
+    pool.allocate(MIB, DEADLINE_S)
+    assert len(waits) == 1
+
+
 def test_an_output_that_waited_in_vain_is_refused(new_pool):
     pool = new_pool()
     pool.allocate(2 * MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -94,6 +95,7 @@ def test_no_shared_memory_has_a_name_but_the_status_board_and_every_other_mappin
 
 
 def test_a_packer_that_was_killed_leaves_no_memory_behind(tmp_path):
+    gc.collect()  # what earlier tests left in reference cycles
     with running_packer(tmp_path / "run", pool_bytes="16MiB") as packer, session(packer) as (engine, worker):
         transfer(engine, worker, MIB)
         packer.process.kill()

@@ -22,7 +22,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
@@ -59,6 +60,12 @@ def _reports(reader: Connection) -> Iterator[Exports | Refuses]:
     while reader.poll():
         report: Exports | Refuses = reader.recv()  # our own workers' pipe
         yield report
+
+
+def _has_ended(process: BaseProcess) -> bool:
+    """Also where it is ending: a killed process closes its files, which its sentinel tells and vllm-omni acts on, before it can
+    be waited for. What the driver has to do in between takes it a while where it used a GPU."""
+    return not process.is_alive() or bool(wait([process.sentinel], 0))
 
 
 class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
@@ -261,6 +268,6 @@ class PackerDiffusionExecutor(multiproc_executor.MultiprocDiffusionExecutor):
     def _await_dead_workers(self) -> None:
         """What a worker had finished before it died is delivered before anybody is told that it died."""
         if any(
-            rank in self._worker_config.ranks and not process.is_alive() for rank, process in enumerate(self._processes)
+            rank in self._worker_config.ranks and _has_ended(process) for rank, process in enumerate(self._processes)
         ):
             self._packers.await_last_outputs(_LAST_OUTPUTS_S)

@@ -12,12 +12,12 @@ processes keep in files of that directory. A collector keeps nothing there, so `
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 
-import vllm_omni
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeHistogramMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -108,7 +108,7 @@ def _of_packers(watched: list[Packers], totals: _Totals) -> Iterator[Metric]:
         "Always 1; which releases run.",
         labels=("version", "protocol", "vllm_omni"),
     )
-    build.add_metric((packer_service.__version__, str(protocol.VERSION), vllm_omni.__version__), 1)
+    build.add_metric((packer_service.__version__, str(protocol.VERSION), importlib.metadata.version("vllm-omni")), 1)
     yield build
     yield _gauge("executors", "Executors in this process.", {"": len(watched)})
     yield _gauge("packers", "Packers of these executors, by the state of the link.", states, "state")
