@@ -12,7 +12,7 @@ logger = get_logger(__name__)
 
 
 def engine_class(found: Found) -> Any:
-    """vllm-omni's own, with one warning that says why, where a function that ours overrides or relies on is missing or differs."""
+    """Ours; or vllm-omni's own, with one warning that says why, where a function that ours relies on is missing or differs."""
     if found.missing or found.changed:
         changed = [f"{name} differs from that of vllm-omni {TESTED}" for name in found.changed]
         why = "; ".join([*found.missing, *changed])

@@ -4,9 +4,9 @@ vllm-omni awaits an output on its loop and post-processes it there: 17 ms for an
 request, abort or health question of that engine moves. Here the same, unchanged function runs on a thread beside the loop.
 
 Note [A request's view of the engine]
-``DiffusionEngine.step_streaming`` is left as it is. It runs on a *view* of the engine: an object with the engine's own attributes
-whose ``get_output_stream`` yields an output only once it was post-processed, and whose ``postprocess_output`` passes on what came
-of that. What belongs to one request is the view's alone, so nothing of it is left in the engine however the request ends.
+``DiffusionEngine.step_streaming`` is left as it is. It runs on a *view* of the engine: an object with the engine's own
+attributes, whose ``get_output_stream`` yields an output only once it was post-processed, and whose ``postprocess_output``
+passes on what came of that. What belongs to one request is the view's alone: nothing of it is left in the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,7 +51,7 @@ class PackerDiffusionEngine(DiffusionEngine):
 
     def close(self) -> None:
         super().close()
-        self._postprocess_pool.shutdown(wait=False, cancel_futures=True)
+        self._postprocess_pool.shutdown(wait=False)  # its threads end with what they have
 
 
 class _Request:
@@ -84,7 +84,10 @@ class _Request:
         self.waited_s = self.postprocessed_s = 0.0
 
 
-class _View:
+_Base: Any = object  # for mypy, to whom a view is an engine of any class
+
+
+class _View(_Base):
     """The methods of a view. See Note [A request's view of the engine]."""
 
     __slots__ = ()
@@ -93,21 +96,21 @@ class _View:
 
     def _add_prepared_request(self, request: Any) -> str:
         self._request.prepared = request
-        return super()._add_prepared_request(request)  # type: ignore[misc]
+        return super()._add_prepared_request(request)
 
     async def get_output_stream(self, request_id: str) -> AsyncGenerator[DiffusionOutput, None]:
-        async with contextlib.aclosing(super().get_output_stream(request_id)) as outputs:  # type: ignore[misc]
+        async with contextlib.aclosing(super().get_output_stream(request_id)) as outputs:
             async for output in outputs:
                 yield await self._finish(output)
 
     def postprocess_output(self, request: Any, output: DiffusionOutput) -> list[Any]:
         if output is self._request.finished:
             return self._request.take()
-        return super().postprocess_output(request, output)  # type: ignore[misc]
+        return super().postprocess_output(request, output)
 
     async def _finish(self, output: DiffusionOutput) -> DiffusionOutput:
         """``output``, on the host and post-processed; as it is where there is nothing to do."""
-        request, engine = self._request, super()
+        request = self._request
         if output.async_output_id:
             begin = time.perf_counter()
             output = await self._wait_ready(output.async_output_id)
@@ -115,12 +118,14 @@ class _View:
         if output.aborted or output.error or output.request_started or (output.output is None and output.media is None):
             return output
         begin = time.perf_counter()
-        # A bound method of the engine's class: it is what the view would call if it did not override it.
-        run: Callable[..., list[Any]] = functools.partial(engine.postprocess_output, request.prepared, output)  # type: ignore[misc]
+        run = functools.partial(super().postprocess_output, request.prepared, output)  # the engine's own
         try:
-            request.results = await asyncio.get_running_loop().run_in_executor(self._postprocess_pool, run)  # type: ignore[attr-defined]
+            request.results = await asyncio.get_running_loop().run_in_executor(self._postprocess_pool, run)
         except Exception as error:
             request.error = error
+        except BaseException:
+            del output  # whoever keeps the cancellation keeps this frame
+            raise
         finally:
             del run
         request.postprocessed_s = time.perf_counter() - begin
@@ -130,7 +135,7 @@ class _View:
         return request.finished
 
     async def _wait_ready(self, output_id: str) -> DiffusionOutput:
-        executor = self.executor  # type: ignore[attr-defined]
+        executor = self.executor
         timeout_s = diffusion_engine._async_output_timeout()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(executor.wait_output_ready(output_id)), timeout_s)
@@ -142,12 +147,13 @@ class _View:
 
 
 def _view_of(engine: PackerDiffusionEngine) -> Any:
-    view = object.__new__(_view_class(type(engine)))
+    engine_class: Any = type(engine)
+    view: Any = object.__new__(_view_class(engine_class))
     view.__dict__ = engine.__dict__
     view._request = _Request()
     return view
 
 
 @functools.cache
-def _view_class(engine_class: type[PackerDiffusionEngine]) -> type:
+def _view_class(engine_class: Any) -> type:
     return type(f"{engine_class.__name__}View", (_View, engine_class), {"__slots__": ("_request",)})
