@@ -701,7 +701,10 @@ class _Parent:
 
     def _clean_up_after(self, era: _Era, managed: bool) -> None:
         bases = set(run_directory.bases().values())
-        dead = [shown.pid for shown in board.find() if shown.alive is False]  # which removes those of killed engines
+        ours = {pid for _, pid in era.packer_since}
+        dead = [
+            shown.pid for shown in board.find() if shown.alive is False and shown.pid in ours
+        ]  # and they are removed
         if dead and managed and era.killed != "engine":
             era.problems.append(f"status boards of dead packers were left: {dead}")
         limit = time.monotonic() + 15
