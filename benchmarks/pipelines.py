@@ -3,7 +3,7 @@
 ``extra_args`` of a request say which:
 
 shape, dtype                       an output made once for this shape, dtype and seed, and returned again each time: there
-                                   is no forward, and nothing to wait for.
+                                   is no forward, and nothing to wait for. ``launches``: a forward of so many small kernels.
 forward, pairs, nbytes, varying    forwards of that kind, alone and beside an output of ``nbytes``, by turns (``varying``:
                                    between half of it and all of it). The request's own output is the samples: a small
                                    CPU tensor (n, 2) of kind (ALONE or BESIDE) and seconds.
@@ -46,6 +46,7 @@ class BenchmarkPipeline(TimedPipeline):
         self._cached: tuple[Any, torch.Tensor] | None = None
         self._bodies: dict[str, Callable[[], None]] = {}
         self._worker_proc: Any = None
+        self._small = torch.zeros(64, device=self.weight.device)
         self._remember_worker_proc(diffusion_worker.WorkerProc)
 
     def _remember_worker_proc(self, worker_proc: Any) -> None:
@@ -65,6 +66,8 @@ class BenchmarkPipeline(TimedPipeline):
         if "forward" in extra:
             return DiffusionOutput(output=self._time_forwards(**extra))
         if "shape" in extra:
+            for _ in range(extra.get("launches", 0)):
+                self._small.add_(1)
             return DiffusionOutput(output=self._content(tuple(extra["shape"]), extra["dtype"], params.seed or 0))
         return super().forward(batch)  # vllm-omni's own warm-up
 
