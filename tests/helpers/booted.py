@@ -97,7 +97,7 @@ class Booted:
         self.cgroup = cgroups / f"packer-test-{secrets.token_hex(4)}"
         self.cgroup.mkdir()
         self._base = tempfile.TemporaryDirectory(prefix="booted-")
-        self._log = tempfile.TemporaryFile("w+")  # what goes wrong before there is a journal
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- for what goes wrong before there is a journal
         environ = {
             "BASE": self._base.name,
             "PYTHON": sys.base_prefix,
