@@ -21,7 +21,7 @@ from packer_service import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "packer.lock"
-SOURCES = ("packer_service", "worker_shim", "requirements")
+SOURCES = ("packer_service", "worker_shim", "requirements", "configs/systemd")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 UNREACHED = r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ProxyError"  # pip's words
 pytestmark = pytest.mark.timeout(180)
@@ -81,6 +81,13 @@ def installed(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Pat
     pip = (sys.executable, "-m", "pip", "--python", base / "venv" / "bin" / "python")
     run(*pip, "install", "--no-compile", "--retries=1", "-r", base / "all.txt", cwd=base)
     return base / "venv" / "bin"
+
+
+def test_the_units_are_installed_beside_the_command(release):
+    units = {path.name for path in (ROOT / "configs" / "systemd").iterdir()}
+    with zipfile.ZipFile(release.wheel) as wheel:
+        kept = {name for name in wheel.namelist() if ".data/data/share/packer-service/systemd/" in name}
+    assert {Path(name).name for name in kept} == units
 
 
 def test_sdist_and_wheel_hold_every_module_and_no_test(release):

@@ -135,7 +135,7 @@ def test_a_drained_packer_stays_down_until_somebody_connects(running):
 
 
 def test_a_packer_that_is_stuck_as_a_whole_is_ended_by_the_watchdog_and_started_again(running):
-    with running.drop_in("[Service]\nWatchdogSec=2\n"):
+    with running.drop_in("[Service]\nWatchdogSec=3\n"):
         running.run("systemctl", "restart", SERVICE)
         before = restarted(running)
         stop(running.packer)
