@@ -186,7 +186,7 @@ class Server:
             started_at=self._started_at,
             version=__version__,
             protocol=protocol.VERSION,
-            mode="managed" if self._managed else "service",
+            mode="managed" if self._managed else "sidecar",
             state="stopping" if self._stop_reason else "draining" if peers.draining else "ready",
             device=settings.device,
             device_kind=device.kind,

@@ -38,7 +38,7 @@ class Status(msgspec.Struct, frozen=True):
     started_at: float
     version: str
     protocol: int
-    mode: str  # "managed" or "service"
+    mode: str  # "managed" or "sidecar", as the setting
     state: str  # "ready", "draining" or "stopping"
     device: str  # the setting
     device_kind: str

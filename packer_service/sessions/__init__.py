@@ -1,1 +1,1 @@
-"""What a packer does for one engine, and for one worker."""
+"""What a packer does for one engine, for one worker, and for one operator."""

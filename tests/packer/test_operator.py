@@ -54,7 +54,7 @@ def drained(packer, timeout_s: float = 30.0) -> list[int]:
 def test_the_status_names_the_packer_and_its_device(packer, operator):
     status = operator.status()
     assert (status.pid, status.socket, status.device) == (packer.process.pid, packer.socket, "host")
-    assert (status.mode, status.state, status.restarts) == ("service", "ready", None)
+    assert (status.mode, status.state, status.restarts) == ("sidecar", "ready", None)
     assert status.device_uuid == "host"
     assert time.time() - 60 < status.started_at < time.time()
 

@@ -158,8 +158,6 @@ class Supervisor:
                     _PROGRAM,
                     "serve",
                     "--managed",
-                    f"--ready-fd={ready_fd}",
-                    f"--restarts={packer.restarts}",
                     *options,
                 ],
                 env=self._environ,
