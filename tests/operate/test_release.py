@@ -21,7 +21,7 @@ from packer_service import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "packer.lock"
-SOURCES = ("packer_service", "worker_shim", "requirements")
+SOURCES = ("packer_service", "worker_shim", "requirements", "configs")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 UNREACHED = r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ProxyError"  # pip's words
 pytestmark = pytest.mark.timeout(180)
@@ -105,6 +105,14 @@ def test_the_wheel_runs_on_what_the_lock_file_names_and_brings_no_torch(installe
     locked = re.findall(r"^([\w.-]+)==([\w.]+)", LOCK.read_text(), re.MULTILINE)
     assert found.items() <= set(locked)
     assert not found.keys() & {"torch", "vllm", "vllm-omni", "numpy"}
+
+
+def test_units_rules_and_dashboard_come_with_it(installed):
+    shared = installed.parent / "share" / "packer-service"
+    for name in ("systemd", "prometheus", "grafana"):
+        assert {path.name for path in (shared / name).iterdir()} == {
+            path.name for path in (ROOT / "configs" / name).iterdir()
+        }
 
 
 def test_the_installed_command_says_its_version_and_its_settings(installed, tmp_path):
