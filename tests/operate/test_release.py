@@ -21,7 +21,7 @@ from packer_service import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "packer.lock"
-SOURCES = ("packer_service", "worker_shim", "requirements", "configs/systemd")
+SOURCES = ("packer_service", "worker_shim", "requirements", "configs")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 UNREACHED = r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ProxyError"  # pip's words
 pytestmark = pytest.mark.timeout(180)
@@ -83,13 +83,6 @@ def installed(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return base / "venv" / "bin"
 
 
-def test_the_units_are_installed_beside_the_command(release):
-    units = {path.name for path in (ROOT / "configs" / "systemd").iterdir()}
-    with zipfile.ZipFile(release.wheel) as wheel:
-        kept = {name for name in wheel.namelist() if ".data/data/share/packer-service/systemd/" in name}
-    assert {Path(name).name for name in kept} == units
-
-
 def test_sdist_and_wheel_hold_every_module_and_no_test(release):
     modules = {str(path.relative_to(ROOT)) for name in SOURCES[:2] for path in (ROOT / name).rglob("*.py")}
     with zipfile.ZipFile(release.wheel) as wheel:
@@ -112,6 +105,14 @@ def test_the_wheel_runs_on_what_the_lock_file_names_and_brings_no_torch(installe
     locked = re.findall(r"^([\w.-]+)==([\w.]+)", LOCK.read_text(), re.MULTILINE)
     assert found.items() <= set(locked)
     assert not found.keys() & {"torch", "vllm", "vllm-omni", "numpy"}
+
+
+def test_units_rules_and_dashboard_come_with_it(installed):
+    shared = installed.parent / "share" / "packer-service"
+    for name in ("systemd", "prometheus", "grafana"):
+        assert {path.name for path in (shared / name).iterdir()} == {
+            path.name for path in (ROOT / "configs" / name).iterdir()
+        }
 
 
 def test_the_installed_command_says_its_version_and_its_settings(installed, tmp_path):
