@@ -17,20 +17,27 @@ from packer_service.errors import SettingError
 logger = logging.getLogger(__name__)
 
 _FIRST_FD = 3  # SD_LISTEN_FDS_START
+LEAST_WATCHDOG_S = 2  # a beat comes about once a second (Server._watch), and one of two may be late
 
 
 class Notifier:
     """Tells systemd how this process is; where nobody wants to know, each call does nothing. No call waits, and none raises.
 
-    ``watched`` says whether systemd expects a beat (``WatchdogSec=``).
+    ``asked``: whether what systemd wrote into the environment was meant for this process. A managed packer has its engine's.
+    ``watched`` says whether systemd expects a beat (``WatchdogSec=``). SettingError where it expects one too often.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, asked: bool = True) -> None:
         address = os.environ.pop("NOTIFY_SOCKET", "")  # popped: it is not for processes that this one starts
         watched_pid = os.environ.pop("WATCHDOG_PID", "")
         watchdog_us = os.environ.pop("WATCHDOG_USEC", "")
-        self.wanted = bool(address)
-        self.watched = self.wanted and bool(watchdog_us) and watched_pid in ("", str(os.getpid()))
+        self.wanted = asked and bool(address)
+        self.watched = self.wanted and watchdog_us.isdecimal() and watched_pid in ("", str(os.getpid()))
+        if self.watched and int(watchdog_us) < LEAST_WATCHDOG_S * 1e6:
+            raise SettingError(
+                f"systemd wants to hear of this packer within {int(watchdog_us) / 1e6:g} s, and it says once a second that it"
+                f" is well: set WatchdogSec= to at least {LEAST_WATCHDOG_S}"
+            )
         self._address = f"\0{address[1:]}" if address.startswith("@") else address  # of the abstract namespace
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if self.wanted else None
         if self._socket is not None:
@@ -78,8 +85,7 @@ def take_listener(path: str) -> socket.socket | None:
         raise SettingError(
             "the socket that systemd passed is of another kind: ListenSequentialPacket= makes the right one"
         )
-    if Path(given.getsockname()) != Path(path):
-        raise SettingError(
-            f"systemd listens at {given.getsockname()!r} and the setting socket is {path!r}: make them the same"
-        )
+    address = os.fsdecode(given.getsockname())  # an abstract one comes as bytes
+    if Path(address) != Path(path):
+        raise SettingError(f"systemd listens at {address!r} and the setting socket is {path!r}: make them the same")
     return given

@@ -28,7 +28,7 @@ def drain(
     """Have packers take nobody in, finish what is in flight, and end.
 
     New outputs take vllm-omni's own path at once, and no request is lost. A packer that an engine started is started again
-    after the engine's retry_s; a systemd unit stays down until it is started.
+    after the engine's retry_s; a systemd unit stays down until it is started, or somebody connects to its socket unit.
 
     Examples:
 

@@ -81,7 +81,7 @@ def serve(
                 logging.getLogger(__name__).warning(sentence)
         raise_descriptor_limit()
         threading.Thread(target=stop_on_signal, name="signals", daemon=True).start()
-        notifier = Notifier()
+        notifier = Notifier(asked=not managed)
         listener = take_listener(settings.socket)
         key = settings.read_key()
         server = Server(settings, key, managed=managed, restarts=restarts, listener=listener, beat=notifier.beat)

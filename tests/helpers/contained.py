@@ -23,7 +23,6 @@ from packer_service.wire import handshake
 
 COUNT = 12
 WORKER_PID = 100
-os.environ["TMPDIR"] = "/dev/shm"  # what torch imports wants a place for files; the packer wants none
 
 
 class Reached:
@@ -116,6 +115,7 @@ def _who() -> dict[str, Any]:
 
 
 def main(role: str, socket: str, key_file: str, *rest: str) -> None:
+    os.environ["TMPDIR"] = "/dev/shm"  # what torch imports wants a place for files; the packer wants none
     packer = Reached(socket, Path(key_file).read_bytes())
     if role == "engine":
         engine(packer, rest[0], int(rest[1]))

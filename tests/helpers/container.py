@@ -53,7 +53,8 @@ def namespaces() -> dict[str, str]:
 class Container:
     """A running one. ``close`` ends whatever runs in it.
 
-    ``command``: what its first process is, by arguments of Python. ``stdout`` is a pipe, and so is ``stdin``.
+    ``command``: what its first process is, by arguments of Python. ``stdout`` is a pipe, and so is ``stdin``. With
+    ``read_only`` it may write to ``shared`` neither.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Container:
         shared: Path,
         *command: object,
         uid: int = 0,
+        read_only: bool = False,
         pass_fds: Sequence[int] = (),
         stderr: IO[bytes] | None = None,
     ) -> None:
         self.uid = uid
-        within = [sys.executable, __file__, str(shared), str(uid), sys.executable, *map(str, command)]
+        mode = "ro" if read_only else "rw"
+        within = [sys.executable, __file__, str(shared), mode, str(uid), sys.executable, *map(str, command)]
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [*_UNSHARE, *within],
             pass_fds=pass_fds,
@@ -128,7 +131,7 @@ def _open_to_everybody(paths: list[Path]) -> None:
             os.close(fd)
 
 
-def _make_read_only(but: Path) -> None:
+def _make_read_only(but: Path | None) -> None:
     """Every mounted file system but ``but`` and the kernel's own."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         target, options = line.split()[4:6]
@@ -158,18 +161,18 @@ def _start_loopback() -> None:
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
-def main(shared: Path, uid: int, command: list[str]) -> None:
+def main(shared: Path, mode: str, uid: int, command: list[str]) -> None:
     _start_loopback()
     _mount("tmpfs", "/dev/shm", "tmpfs", 0, "mode=1777,size=64m")
     _mount(str(shared), str(shared), None, _MS_BIND)
     if uid:
         prefixes = {Path(prefix).resolve() for prefix in (sys.base_prefix, sys.prefix, str(ROOT))}
         _open_to_everybody(sorted(prefixes))
-    _make_read_only(but=shared)
+    _make_read_only(but=shared if mode == "rw" else None)
     if uid:
         _become(uid)
     os.execv(command[0], command)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])

@@ -12,22 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from command_line import packer_service
 from packer_process import Packer, running_packer, session, stopped, transfer, wait_until
 
 from packer_service import board
 from packer_service.wire.protocol import Pause, Paused
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PACKER_")}
-    return subprocess.run(
-        [sys.executable, "-m", "packer_service", *arguments],
-        env={**environ, "NO_COLOR": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def reaching(packer: Packer) -> list[str]:
@@ -51,11 +40,11 @@ def test_with_no_packer_status_says_so(tmp_path):
     """Its own /dev/shm is empty unless another test's packer still runs."""
     if board.find():
         pytest.skip("a packer of another test runs")
-    done = command("status", "--json")
+    done = packer_service("status", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (3, {"packers": []})
-    done = command("status")
+    done = packer_service("status")
     assert (done.returncode, done.stdout) == (3, "no packer of this user is running on this host\n")
-    done = command("health")
+    done = packer_service("health")
     assert done.returncode == 1
     assert "--socket" in done.stderr
 
@@ -65,8 +54,8 @@ def test_status_shows_what_a_packer_did(packer):
         for _ in range(3):
             transfer(engine, worker, 5000)
         wait_until(lambda: board.find()[0].status.published == 3, "the board counts them")
-        done = command("status", "--json")
-        table = command("status")
+        done = packer_service("status", "--json")
+        table = packer_service("status")
     assert done.returncode == 0, done.stderr
     (shown,) = json.loads(done.stdout)["packers"]
     assert (shown["state"], shown["pid"], shown["socket"]) == ("ready", packer.process.pid, packer.socket)
@@ -80,27 +69,27 @@ def test_status_shows_what_a_packer_did(packer):
 
 
 def test_status_asks_the_socket_of_a_packer_that_has_no_board_here(boardless):
-    done = command("status", "--json", *reaching(boardless))
+    done = packer_service("status", "--json", *reaching(boardless))
     assert done.returncode == 0
     (shown,) = json.loads(done.stdout)["packers"]
     assert shown["status"]["pid"] == boardless.process.pid
 
 
 def test_a_packer_that_is_shown_by_its_board_is_not_asked_again(packer):
-    assert len(json.loads(command("status", "--json", *reaching(packer)).stdout)["packers"]) == 1
+    assert len(json.loads(packer_service("status", "--json", *reaching(packer)).stdout)["packers"]) == 1
 
 
 def test_status_shows_a_dead_packer_once_and_fails(packer):
     packer.process.kill()
     packer.process.wait()
-    done = command("status")
+    done = packer_service("status")
     assert done.returncode == 1
     assert f"pid {packer.process.pid} died" in done.stdout
-    assert command("status").returncode == 3
+    assert packer_service("status").returncode == 3
 
 
 def test_status_says_why_a_packer_cannot_be_reached(tmp_path):
-    done = command("status", "--json", "--socket", str(tmp_path / "none.sock"))
+    done = packer_service("status", "--json", "--socket", str(tmp_path / "none.sock"))
     assert done.returncode == 1
     (shown,) = json.loads(done.stdout)["packers"]
     assert shown["state"] == "unreachable"
@@ -108,45 +97,45 @@ def test_status_says_why_a_packer_cannot_be_reached(tmp_path):
 
 
 def test_top_shows_the_same_and_ends_after_its_count(packer):
-    done = command("top", "--count=2", "--interval-s=0.2", COLUMNS="220")
+    done = packer_service("top", "--count=2", "--interval-s=0.2", COLUMNS="220")
     assert done.returncode == 0, done.stderr
     assert str(packer.process.pid) in done.stdout
 
 
 def test_health_is_for_probes(packer):
-    done = command("health")
+    done = packer_service("health")
     assert (done.returncode, done.stdout) == (0, f"host (pid {packer.process.pid}): ready\n")
-    assert command("health", *reaching(packer)).returncode == 0
+    assert packer_service("health", *reaching(packer)).returncode == 0
     with stopped(packer.process.pid):
-        done = command("health", "--timeout-s=0.3")
+        done = packer_service("health", "--timeout-s=0.3")
     assert done.returncode == 1
     assert f"host (pid {packer.process.pid}): the peer stayed silent" in done.stderr
 
 
 def test_health_needs_the_key_where_no_board_shows_it(boardless):
-    assert command("health", *reaching(boardless)).returncode == 0
-    done = command("health", "--socket", boardless.socket)
+    assert packer_service("health", *reaching(boardless)).returncode == 0
+    done = packer_service("health", "--socket", boardless.socket)
     assert done.returncode == 1
     assert "--key-file" in done.stderr
-    done = command("health", "--socket", boardless.socket, PACKER_KEY_FILE=reaching(boardless)[-1])
+    done = packer_service("health", "--socket", boardless.socket, PACKER_KEY_FILE=reaching(boardless)[-1])
     assert done.returncode == 0
 
 
 def test_of_several_packers_one_has_to_be_named(packer, tmp_path):
     with running_packer(tmp_path / "second") as second:
-        done = command("health")
+        done = packer_service("health")
         assert done.returncode == 1
         assert "name one" in done.stderr
-        assert command("health", str(second.process.pid)).returncode == 0
-        assert command("health", second.socket).returncode == 0
-        done = command("health", "cuda:7")
+        assert packer_service("health", str(second.process.pid)).returncode == 0
+        assert packer_service("health", second.socket).returncode == 0
+        done = packer_service("health", "cuda:7")
         assert done.returncode == 1
         assert "no packer here is 'cuda:7'" in done.stderr
 
 
 def test_drain_ends_every_packer_it_is_told_to(packer, tmp_path):
     with running_packer(tmp_path / "second") as second:
-        done = command("drain", "--all", "--json")
+        done = packer_service("drain", "--all", "--json")
         assert done.returncode == 0, done.stderr
         assert [each["drained"] for each in json.loads(done.stdout)["packers"]] == [True, True]
         assert (packer.wait(), second.wait()) == (0, 0)
@@ -156,7 +145,7 @@ def test_drain_says_what_is_in_flight_and_what_was_left(packer):
     with session(packer) as (_, worker):
         worker.export("waits", worker.write(b"data"), complete=False)
         wait_until(lambda: board.find()[0].status.in_flight == 1, "the board shows it")
-        done = command("drain", "--timeout-s=0.2")
+        done = packer_service("drain", "--timeout-s=0.2")
     assert done.returncode == 1
     assert "1 outputs in flight" in done.stdout
     assert "drained, with 1 outputs unfinished: they take vllm-omni's own path" in done.stdout
@@ -170,8 +159,8 @@ def test_health_with_ready_fails_for_a_packer_that_is_being_drained(packer):
         wait_until(lambda: board.find()[0].status.in_flight == 1, "the board shows it")
         draining = subprocess.Popen([sys.executable, "-m", "packer_service", "drain", "--timeout-s=20"])
         wait_until(lambda: board.find()[0].status.state == "draining", "it is being drained")
-        assert command("health").returncode == 0
-        done = command("health", "--ready")
+        assert packer_service("health").returncode == 0
+        done = packer_service("health", "--ready")
         assert (done.returncode, "is draining" in done.stderr) == (1, True)
         worker.reach(worker.value)
         assert draining.wait(30) == 0
@@ -187,24 +176,24 @@ def test_pause_and_resume_reach_the_workers_and_count_them(packer):
 
         answering = threading.Thread(target=answer)
         answering.start()
-        done = command("pause")
+        done = packer_service("pause")
         assert (done.returncode, "1 of 1 workers" in done.stdout) == (0, True)
         wait_until(lambda: [e.paused_workers for e in board.find()[0].status.engines] == [1], "the board shows it")
-        assert "1 (1 paused)" in command("status", COLUMNS="220").stdout
-        done = command("resume", "--json")
+        assert "1 (1 paused)" in packer_service("status", COLUMNS="220").stdout
+        done = packer_service("resume", "--json")
         answering.join()
     assert json.loads(done.stdout)["packers"][0]["answered"] == 1
 
 
 def test_a_worker_that_does_not_answer_a_pause_is_told_of(packer):
     with session(packer):
-        done = command("pause", "--timeout-s=0.2")
+        done = packer_service("pause", "--timeout-s=0.2")
     assert (done.returncode, "0 of 1 workers" in done.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["status", "top", "health", "drain", "pause", "resume"])
 def test_the_help_of_each_has_examples_and_exit_codes(name):
-    done = command(name, "--help", COLUMNS="220")
+    done = packer_service(name, "--help", COLUMNS="220")
     assert done.returncode == 0
     assert "packer-service " + name in done.stdout
     assert "Exit code" in done.stdout

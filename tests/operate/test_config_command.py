@@ -10,22 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import packer_service
 from packer_process import running_packer
 
 from packer_service import __version__
 from packer_service.config import Settings, environment_name
-
-
-def packer_service(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PACKER_")}
-    return subprocess.run(
-        [sys.executable, "-m", "packer_service", *arguments],
-        env={**environ, "COLUMNS": "200", "NO_COLOR": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 @pytest.fixture

@@ -217,6 +217,23 @@ def test_packers_and_engines_have_the_socket_directory_and_the_key_in_common_and
             assert set(engine.mounts.values()) >= shared, engine.where
 
 
+def is_read_only(process: Process, volume: str) -> bool:
+    if mounts := process.spec.get("volumeMounts"):
+        return any(each["name"] == volume and each.get("readOnly", False) for each in mounts)
+    return any(each.startswith(f"{volume}:") and each.endswith(":ro") for each in process.spec["volumes"])
+
+
+@named(engines())
+def test_an_engine_may_connect_to_sockets_and_neither_remove_nor_replace_one(process):
+    """test_namespaces.py connects through such a mount."""
+    assert is_read_only(process, "sockets")
+
+
+@named(packers())
+def test_a_packer_may_write_to_the_directory_of_its_socket(process):
+    assert not is_read_only(process, "sockets")
+
+
 # -- who finds whom ----------------------------------------------------------------------------------------------------
 
 
@@ -386,3 +403,17 @@ def test_the_image_is_built_from_files_that_there_are_and_from_the_lock_with_its
     assert "--require-hashes -r requirements/packer.lock" in installs
     assert "[cuda]" in installs
     assert "torch" not in installs
+
+
+def test_the_key_beside_the_compose_file_gets_into_no_commit_no_sdist_and_no_build():
+    (secret,) = (Path(each["file"]) for each in documents(COMPOSE)[0]["secrets"].values())
+    folder = (COMPOSE.parent / secret).parent.relative_to(ROOT).as_posix()
+    assert f"/{folder}" in (ROOT / ".gitignore").read_text().splitlines()
+    assert f"prune {folder}" in (ROOT / "MANIFEST.in").read_text().splitlines()
+    lines = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"  # nothing, but for what is named after it; the last rule that matches holds
+    assert rules.index("!configs") < rules.index(COMPOSE.parent.relative_to(ROOT).as_posix())
+    copied = [rest.split()[:-1] for name, rest in instructions(DOCKERFILE) if name == "COPY" and "--from" not in rest]
+    allowed = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert {source.rstrip("/") for sources in copied for source in sources} == allowed

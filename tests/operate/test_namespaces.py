@@ -112,7 +112,8 @@ def test_outputs_of_two_workers_with_one_pid_cross_to_their_engines_with_only_th
         packer = stack.enter_context(contained_packer(shared, device))
         arguments = ["engine", packer.socket, packer.key_file, device]
         engines = [
-            stack.enter_context(contextlib.closing(Container(shared, CONTAINED, *arguments, seed))) for seed in (1, 2)
+            stack.enter_context(contextlib.closing(Container(shared, CONTAINED, *arguments, seed, read_only=True)))
+            for seed in (1, 2)
         ]
         assert [heard(each) for each in engines] == ["connected\n", "connected\n"]
         with Operator(packer.socket, packer.key) as operator:

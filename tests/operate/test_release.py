@@ -21,8 +21,9 @@ from packer_service import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "packer.lock"
-SOURCES = ("packer_service", "worker_shim", "requirements")
+SOURCES = ("packer_service", "worker_shim", "requirements", "configs")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+SECRET = "configs/container/secrets/packer-key"
 UNREACHED = r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ProxyError"  # pip's words
 pytestmark = pytest.mark.timeout(180)
 
@@ -63,6 +64,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, source)
+    (source / SECRET).parent.mkdir(exist_ok=True)  # as whoever followed docs/deploy.md has it there
+    (source / SECRET).write_text("k" * 32)
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", build, dist, cwd=source)
     (sdist,) = dist.iterdir()
@@ -92,6 +95,7 @@ def test_sdist_and_wheel_hold_every_module_and_no_test(release):
         held = {name.partition("/")[2] for name in sdist.getnames()}
     assert held >= modules | {"LICENSE", "CHANGELOG.md", "requirements/packer.lock"}
     assert not [name for name in held if name.startswith(("tests/", "benchmarks/"))]
+    assert SECRET not in held
 
 
 def test_the_wheel_runs_on_what_the_lock_file_names_and_brings_no_torch(installed):
@@ -105,6 +109,14 @@ def test_the_wheel_runs_on_what_the_lock_file_names_and_brings_no_torch(installe
     locked = re.findall(r"^([\w.-]+)==([\w.]+)", LOCK.read_text(), re.MULTILINE)
     assert found.items() <= set(locked)
     assert not found.keys() & {"torch", "vllm", "vllm-omni", "numpy"}
+
+
+def test_units_rules_and_dashboard_come_with_it(installed):
+    shared = installed.parent / "share" / "packer-service"
+    for name in ("systemd", "prometheus", "grafana"):
+        assert {path.name for path in (shared / name).iterdir()} == {
+            path.name for path in (ROOT / "configs" / name).iterdir()
+        }
 
 
 def test_the_installed_command_says_its_version_and_its_settings(installed, tmp_path):

@@ -1,6 +1,7 @@
 """The units, as systemd reads them, and a packer under what systemd does for one: its notify socket, its watchdog, its socket.
 
-No systemd runs here: this file speaks its two protocols (sd_notify(3), sd_listen_fds(3)) to the real command.
+No systemd runs here: this file speaks its two protocols (sd_notify(3), sd_listen_fds(3)) to the real command, and so it sees
+each word. A systemd runs in tests/operate/test_systemd_boots.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packer_process import DEADLINE_S, stopped, wait_until
+from contained import Reached
+from injection import Faults
+from packer_process import DEADLINE_S, running_packer, session, stopped, wait_until
 
 from packer_service.config import PACKER_SETTINGS
 from packer_service.errors import SettingError
@@ -142,6 +145,33 @@ def test_the_watchdogs_beat_goes_on_and_stops_when_the_packer_does(systemd):
             assert systemd.hear_nothing(1.5)
 
 
+def test_a_packer_whose_device_hangs_never_says_that_it_stops_and_ends_with_exit_code_70(
+    systemd, tmp_path, monkeypatch
+):
+    faults = Faults(tmp_path / "faults", monkeypatch)
+    with running(systemd.start("--hang-s=1", watchdog_us=3_000_000)) as packer:
+        assert "READY" in systemd.hear()
+        with session(Reached(systemd.path, systemd.key_file.read_bytes())) as (_, worker), faults.active("copy"):
+            worker.export("stuck", worker.write(b"x"))
+            worker.skeleton("stuck")
+            assert packer.wait(DEADLINE_S) == 70
+        while not systemd.hear_nothing(0.0):
+            assert "STOPPING" not in systemd.hear()
+
+
+def test_a_watchdog_that_wants_more_than_the_beat_is_refused(systemd):
+    with running(systemd.start(watchdog_us=1_000_000)) as packer:
+        assert packer.wait(DEADLINE_S) == 1
+    assert "set WatchdogSec= to at least 2" in systemd.log.read_text()
+
+
+def test_a_managed_packer_says_nothing_to_the_systemd_of_its_engine(systemd, tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.notify_address)
+    with running_packer(tmp_path / "managed", "--managed"):
+        pass
+    assert systemd.hear_nothing(0.0)
+
+
 def test_with_no_watchdog_there_is_no_beat(systemd):
     with running(systemd.start()):
         assert "READY" in systemd.hear()
@@ -190,12 +220,18 @@ def test_a_socket_at_another_path_or_of_another_kind_is_refused_with_what_mends_
     assert "make them the same" in systemd.log.read_text()
     systemd.listener.close()
     os.unlink(systemd.path)
-    systemd.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    systemd.listener.bind(systemd.path)
-    systemd.listener.listen(1)
-    with running(systemd.start()) as packer:
-        assert packer.wait(DEADLINE_S) == 1
-    assert "ListenSequentialPacket=" in systemd.log.read_text()
+    for kind, path, mends in (
+        (socket.SOCK_STREAM, systemd.path, "ListenSequentialPacket="),
+        (socket.SOCK_SEQPACKET, f"\0packer-test-{os.getpid()}", "make them the same"),
+    ):
+        systemd.listener = socket.socket(socket.AF_UNIX, kind)
+        systemd.listener.bind(path)
+        systemd.listener.listen(1)
+        systemd.log.unlink()
+        with running(systemd.start()) as packer:
+            assert packer.wait(DEADLINE_S) == 1
+        assert mends in systemd.log.read_text()
+        systemd.listener.close()
 
 
 def test_what_systemd_said_to_another_process_is_not_for_this_one(monkeypatch):

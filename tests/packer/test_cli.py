@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -12,21 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import packer_service
 
 from packer_service import __version__
 from packer_service.config import PACKER_SETTINGS
-
-
-def packer_service(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PACKER_")}
-    return subprocess.run(
-        [sys.executable, "-m", "packer_service", *arguments],
-        env={**environ, "COLUMNS": "200", "NO_COLOR": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def test_help_lists_the_commands():
