@@ -246,5 +246,5 @@ def test_a_login_that_ends_takes_nothing_of_a_packer_with_it(tmp_path, monkeypat
         shutil.rmtree(login)
         login.touch()  # as good as a place where this user may make nothing
         supervisor.restart(packer)
-        assert serves(supervisor, packer)
         wait_until(lambda: os.path.exists(packer.socket), "it listens")
+        assert serves(supervisor, packer)  # with that engine it ends, and removes its socket
