@@ -28,7 +28,6 @@ from worker_shim.engine import own_engine  # noqa: E402
 OURS = {"engine_backend": "worker_shim.PackerDiffusionEngine"}
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "request": ("RequestPipeline", {}),
-    "step": ("StepPipeline", STEP),
     "stream": ("StepPipeline", STREAM),
 }
 CASES = ("image", "bfloat16", "small", "dict", "media", "trajectory", "error", "output_error", "wordy")
@@ -199,7 +198,7 @@ def test_an_output_goes_back_to_the_pool_as_soon_as_post_processing_has_left_it(
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_it_takes_vllm_omnis_own_executors_as_well(backend):
-    pipeline, config = MODES["step"]  # without a GPU `mp` runs nothing else
+    pipeline, config = "StepPipeline", STEP  # without a GPU `mp` runs nothing else
     with engine("uni", pipeline, **config) as own, postprocessing(own, halved):
         theirs = came(own)
     with engine(backend, pipeline, **config, **OURS) as running, postprocessing(running, halved):
