@@ -40,7 +40,7 @@ NBYTES = 1 << 17
 STALE_S = 5.0  # a packer whose board is older than this hangs, or is stopped
 _EVERY_S = 1.0
 _DIRECTORY = Path("/dev/shm")
-_FILE = re.compile(r"sm_(packer-(\d+)-[0-9a-f]{8})")  # the library puts sm_ before the name
+_FILE = re.compile(r"sm_packer-(\d+)-[0-9a-f]{8}")  # the library puts sm_ before the name
 _TRIES, _TRY_AGAIN_S = 5, 0.01
 _SAME_S = 0.5  # start times that differ by less are of one process: the kernel counts them in hundredths of a second
 
@@ -112,7 +112,6 @@ class Shown:
     ``status`` is None where it could not be read: another release wrote it, or its writer died in the middle.
     """
 
-    name: str
     pid: int
     alive: bool | None
     age_s: float
@@ -129,8 +128,8 @@ class Shown:
 def find() -> list[Shown]:
     """Every board that this user may read, by the pid of its packer. Those of dead packers are removed once they are read."""
     shown = []
-    for path, name, pid in _boards():
-        board = _read(path, name, pid)
+    for path, pid in _boards():
+        board = _read(path, pid)
         if board is not None:
             shown.append(board)
             if board.alive is False:
@@ -140,23 +139,20 @@ def find() -> list[Shown]:
 
 def remove_dead() -> None:
     """Remove the boards of this user whose packers are dead."""
-    for path, name, pid in _boards():
-        board = _read(path, name, pid)
-        if board is not None and board.alive is False:
-            _remove(path)
+    find()
 
 
-def _boards() -> Iterator[tuple[Path, str, int]]:
+def _boards() -> Iterator[tuple[Path, int]]:
     try:
         names = os.listdir(_DIRECTORY)
     except OSError:
         return
     for file in names:
         if (found := _FILE.fullmatch(file)) is not None:
-            yield _DIRECTORY / file, found[1], int(found[2])
+            yield _DIRECTORY / file, int(found[1])
 
 
-def _read(path: Path, name: str, pid: int) -> Shown | None:
+def _read(path: Path, pid: int) -> Shown | None:
     """None for what is gone meanwhile, or is not this user's, or may have been put there by another."""
     entries: dict[str, Any] = {}
     for _ in range(_TRIES):
@@ -182,7 +178,7 @@ def _read(path: Path, name: str, pid: int) -> Shown | None:
         decoded = None
     key = bytes.fromhex(entries.get("operator_key", ""))
     age_s = max(_now_s() - entries["written_s"], 0.0) if entries else 0.0
-    return Shown(name, pid, alive, age_s, entries.get("socket", ""), key, decoded)
+    return Shown(pid, alive, age_s, entries.get("socket", ""), key, decoded)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

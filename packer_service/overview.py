@@ -79,7 +79,6 @@ def as_json(found: list[Overview]) -> str:
     return msgspec.json.format(msgspec.json.encode({"packers": packers}), indent=2).decode()
 
 
-_STYLES = {"ready": "green", "draining": "yellow", "stopping": "yellow"}
 _COLUMNS = (
     *("device", "pid", "state", "mode", "version", "engines", "workers", "in flight", "outputs", "GB", "GB/s"),
     *("hand-off p50/p99 ms", "pool GiB used/size", "own way", "failed", "restarts"),
@@ -98,7 +97,7 @@ def table(found: list[Overview]) -> RenderableType:
         rows.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right")
     notes = []
     for each in found:
-        rows.add_row(*_row(each), style=_STYLES.get(each.state, "red") if not each.well else None)
+        rows.add_row(*_row(each), style=None if each.well else "red")
         name = each.status.device if each.status else each.socket
         if each.error:
             notes.append(f"{name}: {each.error}")

@@ -153,13 +153,7 @@ class Supervisor:
             os.write(key_writer, self.key)
             os.close(key_writer)
             return subprocess.Popen(
-                [
-                    _python(),
-                    _PROGRAM,
-                    "serve",
-                    "--managed",
-                    *options,
-                ],
+                [_python(), _PROGRAM, "serve", "--managed", *options],
                 env=self._environ,
                 pass_fds=[ready_fd],
                 stdin=key_reader,
